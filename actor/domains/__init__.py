@@ -1,0 +1,1 @@
+"""Built-in domains: each makes tasks from seeds and scores completions."""

@@ -1,0 +1,1 @@
+"""Inference engines behind one interface (``base``): the embedded torch engine and SGLang."""

@@ -1,0 +1,1 @@
+"""What every daemon shares: errors, configuration, the wire, the daemon harness. Imports no torch."""

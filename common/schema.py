@@ -1,0 +1,603 @@
+"""Every message body, one struct each, and the numbers of their kinds.
+
+Bodies travel as MessagePack arrays (``array_like``): a schema evolves by *appending optional fields*, never otherwise.
+Two sockets: *control* (small, urgent) and *bulk* (weights, bundle files), so that a snapshot never delays a heartbeat.
+Reliable kinds carry a sequence number, are resent until acknowledged and delivered once and in order; transient kinds
+(sequence 0) are neither.
+
+Arrow = direction; B = broker.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from msgspec import field
+
+Lane = Literal["train", "eval", "demo"]
+Role = Literal["actor", "sandbox", "learner", "eval", "broker", "status"]
+Outcome = Literal["ok", "wrong", "error", "timeout", "memory", "output", "signal", "policy", "infra"]
+FinishReason = Literal["stop", "length", "abort"]
+State = Literal["STARTING", "READY", "DRAINING", "STOPPED", "FAILED"]
+
+
+class Body(msgspec.Struct, array_like=True, forbid_unknown_fields=False, frozen=True):
+    """Base of all bodies. `KIND` is the header's kind; `RELIABLE` and `BULK` say how it travels."""
+
+    KIND: ClassVar[int] = 0
+    RELIABLE: ClassVar[bool] = True
+    BULK: ClassVar[bool] = False
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True):
+    """Base of the structs nested in bodies."""
+
+
+# ---------------------------------------------------------------- session
+
+
+class Version(Part):
+    """A version of the weights: the ordinal paces, the digest (blake2b-16 root, hex) decides equality."""
+
+    ordinal: int
+    lineage: int
+    digest: str
+
+
+class Hello(Body):
+    """peer -> B, first message on each socket; transient, repeated until answered.
+
+    `session` is a random token that both sockets of one process share; the header's epoch is its incarnation.
+    `slots` is how many leases (actor, eval) or jobs (sandbox) it takes at once. `domains` maps an allowed domain module
+    to the digest of its source.
+    """
+
+    KIND: ClassVar[int] = 1
+    RELIABLE: ClassVar[bool] = False
+    role: Role
+    name: str
+    session: str
+    run_id: str | None = None
+    host: str = ""
+    pid: int = 0
+    slots: int = 0
+    domains: dict[str, str] = field(default_factory=dict)
+    received: int = 0  # highest sequence received from the broker on this socket (resume after a broker restart)
+
+
+class Welcome(Body):
+    """B -> peer: accepted. `recipe` is the run's recipe as JSON; `received` the highest sequence taken from this peer."""
+
+    KIND: ClassVar[int] = 2
+    RELIABLE: ClassVar[bool] = False
+    run_id: str
+    recipe: str
+    lineage: int
+    heartbeat_s: float
+    received: int = 0
+    limit_messages: int = 0
+    limit_bytes: int = 0
+
+
+class Refused(Body):
+    """B -> peer: this peer is closed. `code`: run_mismatch, protocol, role_taken, malformed, overflow, key, domain."""
+
+    KIND: ClassVar[int] = 3
+    RELIABLE: ClassVar[bool] = False
+    code: str
+    reason: str
+
+
+class Heartbeat(Body):
+    """Both ways every second from the pump, carrying the main task's last progress."""
+
+    KIND: ClassVar[int] = 4
+    RELIABLE: ClassVar[bool] = False
+    state: State
+    progress: str = ""
+    progress_age_s: float = 0.0
+    waiting_for: str = ""
+    version: Version | None = None
+
+
+class Goodbye(Body):
+    """peer -> B: clean end (exit_code 0) or the cause of a failing one. Leases and jobs were returned before."""
+
+    KIND: ClassVar[int] = 5
+    exit_code: int
+    reason: str
+
+
+class Ack(Body):
+    """Both ways: everything up to `received` has arrived (and is durable, where that is promised).
+
+    The window of the receiver, cumulative since HELLO: the sender may have sent at most `limit_messages` messages and
+    `limit_bytes` bytes in all. `gap` asks for everything after `received` again.
+    """
+
+    KIND: ClassVar[int] = 6
+    RELIABLE: ClassVar[bool] = False
+    received: int
+    limit_messages: int
+    limit_bytes: int
+    gap: bool = False
+
+
+class Drain(Body):
+    """B -> peer: finish or return what you hold, flush, say goodbye, exit 0. `reason` is shown."""
+
+    KIND: ClassVar[int] = 7
+    reason: str
+    deadline_s: float
+
+
+class Metrics(Body):
+    """peer -> B -> learner: the full key set of one tick. `sums` adds over ticks, `gauges` holds last values."""
+
+    KIND: ClassVar[int] = 8
+    RELIABLE: ClassVar[bool] = False
+    source: str
+    counters: dict[str, float]
+    gauges: dict[str, float]
+
+
+class StatusRequest(Body):
+    """status client -> B."""
+
+    KIND: ClassVar[int] = 9
+    RELIABLE: ClassVar[bool] = False
+
+
+class StatusReport(Body):
+    """B -> status client: JSON of the whole picture, in the single array frame."""
+
+    KIND: ClassVar[int] = 10
+    RELIABLE: ClassVar[bool] = False
+
+
+# ---------------------------------------------------------------- leases and samples
+
+
+class Lease(Body):
+    """B -> actor: run these samples of this task. `lease_id` is the order of creation and the group's id.
+
+    In lane ``demo`` each index is a task of its own (a demonstration has no variance); elsewhere the indices are
+    samples of one task. `deadline_s` runs from the actor's first token (`Touch`); waiting for weights has its own.
+    """
+
+    KIND: ClassVar[int] = 16
+    lease_id: int
+    attempt: int
+    lineage: int
+    lane: Lane
+    domain: str
+    level: int
+    task_seed: int
+    indices: list[int]
+    min_version: int
+    pinned_version: int | None
+    deadline_s: float
+
+
+class Touch(Body):
+    """actor -> B: the attempt has started (its weights are there): the deadline runs from here."""
+
+    KIND: ClassVar[int] = 17
+    lease_id: int
+    attempt: int
+
+
+class Return(Body):
+    """actor -> B: the attempt ends without its missing samples.
+
+    `cause`: drain (a clean return), task (the task or domain failed: counts against its attempts), infra (sandbox or
+    engine failed: counts against the infrastructure budget).
+    """
+
+    KIND: ClassVar[int] = 18
+    lease_id: int
+    attempt: int
+    cause: Literal["drain", "task", "infra"]
+    error: str
+
+
+class SampleMeta(Part):
+    """One sample's facts; its tokens are rows of the message's concatenated arrays."""
+
+    index: int
+    finish_reason: FinishReason
+    reward: float | None
+    correct: bool | None
+    components: dict[str, float]
+    outcome: Outcome
+    version_runs: list[tuple[int, int, int]]  # lineage, ordinal, count over all N tokens; prompt tokens count to the first
+    step_rewards: list[tuple[int, float]] = field(default_factory=list)
+    task_key: str = ""
+
+
+class ArraySpec(Part):
+    """Describes one array frame: numpy dtype name and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Samples(Body):
+    """actor -> B: finished samples of one lease; acknowledged once they are durable.
+
+    Frames as `arrays` says, concatenated over the samples in order: tokens i32[N] (prompt included),
+    behaviour_logprob f32[N], loss_mask u8[N], cu_seqlens i64[S+1], optional support_ids i32[M] with support_cu
+    i64[N+1], optional routed_experts. Prompt and tool tokens: mask 0.
+    """
+
+    KIND: ClassVar[int] = 19
+    lease_id: int
+    attempt: int
+    lineage: int
+    samples: list[SampleMeta]
+    arrays: list[ArraySpec]
+
+
+class SampleRefused(Body):
+    """B -> actor: samples of an abandoned attempt or malformed ones were not taken; stop working on that attempt."""
+
+    KIND: ClassVar[int] = 20
+    lease_id: int
+    attempt: int
+    reason: str
+
+
+# ---------------------------------------------------------------- sandbox
+
+
+class Limits(Part):
+    """Limits of one program. Memory, output and file sizes in bytes, times in seconds."""
+
+    wall_s: float = 5.0
+    cpu_s: float = 2.0
+    memory_bytes: int = 256 * 1024 * 1024
+    pids: int = 32
+    output_bytes: int = 64 * 1024
+
+
+class TestCase(Part):
+    """One test: `stdin` goes in, stdout is compared with `expected` *outside* the jail (trailing white space aside).
+
+    `expected` None only runs the program: `ok` if it exits 0.
+    """
+
+    stdin: bytes = b""
+    expected: bytes | None = None
+    name: str = ""
+    __test__: ClassVar[bool] = False
+
+
+class SandboxJob(Part):
+    """A program to execute: `files["main.py"]` etc. (the language's table row names the entry file)."""
+
+    job_id: str
+    language: str
+    files: dict[str, bytes]
+    tests: list[TestCase]
+    limits: Limits = Limits()
+    seed: int = 0
+    mode: Literal["fresh", "pool", "fork"] = "fresh"
+    session_id: str | None = None
+
+
+class TestResult(Part):
+    """The outcome of one test of a job; `stdout` is bounded."""
+
+    outcome: Outcome
+    stdout: bytes = b""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    __test__: ClassVar[bool] = False
+
+
+class Verdict(Part):
+    """What happened. `outcome` of the job = the first outcome that is not ok, else ok. A value, never an exception.
+
+    `infra` never becomes a reward. `signal` is set when the program died of one. `stdout`/`stderr` are bounded bytes of
+    the first failing test (or the last one), `truncated` when something was cut.
+    """
+
+    outcome: Outcome
+    exit_code: int | None = None
+    signal: int | None = None
+    stdout: bytes = b""
+    stderr: bytes = b""
+    truncated: bool = False
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_bytes: int | None = None
+    tests: list[TestResult] = field(default_factory=list)
+    detail: str = ""
+
+
+class Job(Body):
+    """actor -> B -> sandbox: one job; the frames hold MessagePack of the SandboxJob, split at 16 MiB.
+
+    `lease_id` orders jobs (grading of the oldest lease first). `domain` is for fairness and counts.
+    """
+
+    KIND: ClassVar[int] = 32
+    job_id: str
+    lease_id: int
+    domain: str
+    session_id: str | None = None
+
+
+class JobDone(Body):
+    """sandbox -> B -> actor: the frames hold MessagePack of the Verdict. `outcome` is repeated for the broker's counts."""
+
+    KIND: ClassVar[int] = 33
+    job_id: str
+    outcome: Outcome
+    wall_s: float = 0.0
+
+
+class JobCancel(Body):
+    """actor -> B -> sandbox: the episode is over; kill what runs."""
+
+    KIND: ClassVar[int] = 34
+    job_id: str
+
+
+# ---------------------------------------------------------------- learner
+
+
+class LearnerReady(Body):
+    """learner -> B: after start or resume. Ledger cursor: groups trained(v >= resumed_from) go back to queued.
+
+    `lineage` is drawn by the learner (random u32) at each start; `steps_done` RL steps; `version` ordinal.
+    """
+
+    KIND: ClassVar[int] = 48
+    lineage: int
+    resumed_from: int | None
+    steps_done: int
+    version: int
+
+
+class Phase(Body):
+    """learner -> B: which lane is leased from now on. ``warm``: demo lane; ``train``; ``eval`` (only eval); ``over``.
+
+    `shares`: domain -> (level, share) for the demo or train lane. `groups_per_step`, `samples_per_group` of that lane.
+    """
+
+    KIND: ClassVar[int] = 49
+    phase: Literal["warm", "train", "eval", "over"]
+    shares: dict[str, tuple[int, float]]
+    groups_per_step: int
+    samples_per_group: int
+    reason: str = ""
+
+
+class Demand(Body):
+    """learner -> B: lease me up to `groups` more groups of `lane` as they become ready (adds to the outstanding demand)."""
+
+    KIND: ClassVar[int] = 50
+    lane: Lane
+    groups: int
+
+
+class SamplePart(Part):
+    """One accepted Samples message inside a Group: its metas, its array specs (frames follow in order)."""
+
+    samples: list[SampleMeta]
+    arrays: list[ArraySpec]
+
+
+class Group(Body):
+    """B -> learner: a complete group. Frames: the array frames of all parts in order.
+
+    A void group of the eval lane is sent too (`void` says why, parts hold what there was), so that an evaluation ends.
+    """
+
+    KIND: ClassVar[int] = 51
+    group_id: int
+    lane: Lane
+    domain: str
+    level: int
+    task_seed: int
+    lineage: int
+    parts: list[SamplePart]
+    pinned_version: int | None = None
+    void: str | None = None
+
+
+class Done(Body):
+    """learner -> B: one step is done. `version` = ordinal *at its start*; the next ordinal is version + 1.
+
+    `trained` groups are now trained(version); `void` maps group id to a reason (no contrast, ...).
+    `counted` is False for warm-start steps, which raise the version but are not counted in max_steps.
+    """
+
+    KIND: ClassVar[int] = 52
+    version: int
+    trained: list[int]
+    void: dict[str, str]
+    counted: bool
+
+
+class Void(Body):
+    """learner -> B: groups given up before a step (no contrast): their places are free at once."""
+
+    KIND: ClassVar[int] = 53
+    groups: dict[str, str]
+
+
+class Covered(Body):
+    """learner -> B: a checkpoint of version `version` is complete; `oldest` is the oldest one retained."""
+
+    KIND: ClassVar[int] = 54
+    version: int
+    oldest: int
+    path: str
+
+
+class Evaluate(Body):
+    """learner -> B: evaluate `version` on these held-out tasks, in the eval lane.
+
+    `tasks` are (domain, level, number of tasks); task i of a domain has the seed derive_seed(run_seed, "eval", domain, i).
+    The groups come back as Group(lane="eval", pinned_version=version).
+    """
+
+    KIND: ClassVar[int] = 55
+    version: int
+    tasks: list[tuple[str, int, int]]
+    samples_per_task: int
+
+
+class RunOver(Body):
+    """learner -> B, B -> everybody through Drain: the run has ended; groups left become void(run over)."""
+
+    KIND: ClassVar[int] = 56
+    reason: str
+    exit_code: int
+
+
+class RunFailed(Body):
+    """B -> learner: the run cannot go on (too many void groups in a row, no domain left). The learner ends it."""
+
+    KIND: ClassVar[int] = 57
+    reason: str
+    exit_code: int
+
+
+# ---------------------------------------------------------------- bundle and weights (bulk socket)
+
+
+class BundleFile(Part):
+    """A file of the model bundle: `frames` consecutive array frames hold it; digest blake2b-16, hex."""
+
+    name: str
+    digest: str
+    frames: int
+
+
+class Bundle(Body):
+    """learner -> B -> peers, bulk: config.json, tokenizer.json, chat template ... everything but weights and code."""
+
+    KIND: ClassVar[int] = 64
+    BULK: ClassVar[bool] = True
+    files: list[BundleFile]
+    model: str = ""
+
+
+class NeedBundle(Body):
+    """peer -> B, bulk: send the bundle when it is there."""
+
+    KIND: ClassVar[int] = 65
+    BULK: ClassVar[bool] = True
+
+
+class Manifest(Part):
+    """One entry of the weight log: base None = snapshot (full copy), else the delta base -> version.
+
+    `chunks` messages follow (`Chunk`), `size` bytes in all. `digests` is blake2b-16 over all chunk payloads.
+    """
+
+    version: Version
+    base: Version | None
+    chunks: int
+    size: int
+    full_size: int  # bytes of a full copy of this version, for the ratio
+    density: float  # share of values that changed (1.0 for a snapshot)
+
+
+class Publish(Body):
+    """learner -> B, bulk: the chunks of this entry follow on the same socket, in order."""
+
+    KIND: ClassVar[int] = 66
+    BULK: ClassVar[bool] = True
+    manifest: Manifest
+
+
+class Chunk(Body):
+    """One piece of an entry's payload in one frame (<= 16 MiB); `digest` blake2b-16 of the frame, hex."""
+
+    KIND: ClassVar[int] = 67
+    BULK: ClassVar[bool] = True
+    ordinal: int
+    snapshot: bool
+    index: int
+    digest: str
+
+
+class Stored(Body):
+    """B -> learner, bulk: the entry is on disk; the next delta may be based on it."""
+
+    KIND: ClassVar[int] = 68
+    BULK: ClassVar[bool] = True
+    version: Version
+
+
+class NewVersion(Body):
+    """B -> actors, learner, control: the weight log now ends here."""
+
+    KIND: ClassVar[int] = 69
+    version: Version
+
+
+class Fetch(Body):
+    """actor -> B, bulk: bring me from `have` (None: nothing usable) to `want` (None: the newest)."""
+
+    KIND: ClassVar[int] = 70
+    BULK: ClassVar[bool] = True
+    have: Version | None
+    want: int | None
+
+
+class Chain(Body):
+    """B -> actor, bulk: the entries that lead there, in order; their chunks follow, entry by entry.
+
+    Empty with `reason` when it cannot be served (gap, unknown version): ask again with have=None.
+    """
+
+    KIND: ClassVar[int] = 71
+    BULK: ClassVar[bool] = True
+    entries: list[Manifest]
+    reason: str = ""
+
+
+def _bodies(base: type[Body]) -> dict[int, type[Body]]:
+    found = {body.KIND: body for body in base.__subclasses__()}
+    if len(found) != len(base.__subclasses__()):
+        raise AssertionError("two bodies share a kind")
+    return found
+
+
+BODIES: dict[int, type[Body]] = _bodies(Body)
+
+
+def _split(data: bytes, limit: int) -> list[memoryview]:
+    view = memoryview(data)
+    return [view[start : start + limit] for start in range(0, max(len(view), 1), limit)]
+
+
+def pack_frames(value: Any) -> list[memoryview]:
+    """A `Part` (SandboxJob, Verdict) as MessagePack, split into frames of at most 16 MiB."""
+    import msgpack
+
+    from temper.common.wire import FRAME_LIMIT_BYTES
+
+    packed = msgpack.packb(msgspec.to_builtins(value, builtin_types=(bytes,)), use_bin_type=True)
+    return _split(packed, FRAME_LIMIT_BYTES)
+
+
+def unpack_frames(frames: list[memoryview], kind: type[Any]) -> Any:
+    """The inverse of `pack_frames`, validated; ProtocolError when malformed."""
+    import msgpack
+
+    from temper.common.errors import ProtocolError
+
+    data = b"".join(frames)
+    try:
+        raw = msgpack.unpackb(data, raw=False, max_ext_len=0, max_buffer_size=len(data))
+        return msgspec.convert(raw, type=kind, builtin_types=(bytes,))
+    except (ValueError, msgpack.exceptions.UnpackException, msgspec.ValidationError, RecursionError) as error:
+        raise ProtocolError(f"malformed {kind.__name__}: {error}") from error

@@ -1,0 +1,1 @@
+"""The learner: groups to packed batches to off-policy-corrected updates to weight deltas."""

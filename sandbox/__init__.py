@@ -1,0 +1,1 @@
+"""The sandbox worker: executes untrusted programs inside nsjail and returns structured verdicts."""
