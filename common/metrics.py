@@ -78,8 +78,23 @@ ACTOR_ROWS = declare("actor/engine/rows_count", "rows", "gauge", "Rows being dec
 ACTOR_WAIT = declare("actor/wait/seconds", "s", "counter", "Time without anything to decode.")
 ACTOR_PAUSE = declare("actor/weights/pause_seconds", "s", "gauge", "Pause of the last weight commit.")
 ACTOR_SWAPS = declare("actor/weights/swaps_count", "swaps", "counter", "Weight versions committed.")
-ACTOR_RESEEDS = declare("actor/weights/reseeds_count", "reseeds", "counter", "Times a full copy was taken instead of a delta.")
+ACTOR_RESEEDS = declare(
+    "actor/weights/reseeds_count", "reseeds", "counter", "Times a full copy was taken instead of a delta."
+)
 ACTOR_SAMPLES = declare("actor/samples/finished_count", "samples", "counter", "Samples finished and scored.")
-ACTOR_CACHE_HITS = declare("actor/sandbox/shared_verdicts_count", "jobs", "counter", "Jobs answered by an identical job's verdict.")
+ACTOR_CACHE_HITS = declare(
+    "actor/sandbox/shared_verdicts_count", "jobs", "counter", "Jobs answered by an identical job's verdict."
+)
 ACTOR_JOBS = declare("actor/sandbox/jobs_count", "jobs", "counter", "Jobs sent to sandbox workers.")
-ACTOR_TASK_ERRORS = declare("actor/domain/errors_count", "errors", "counter", "Domain or task failures (raised, hung, NaN).")
+ACTOR_TASK_ERRORS = declare(
+    "actor/domain/errors_count", "errors", "counter", "Domain or task failures (raised, hung, NaN)."
+)
+
+
+# ---------------------------------------------------------------- sandbox
+
+
+# ---------------------------------------------------------------- broker
+
+
+# ---------------------------------------------------------------- learner

@@ -37,7 +37,7 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
 # ---------------------------------------------------------------- session
 
 
-class Version(Part):
+class Version(Part, frozen=True):
     """A version of the weights: the ordinal paces, the digest (blake2b-16 root, hex) decides equality."""
 
     ordinal: int
@@ -45,7 +45,7 @@ class Version(Part):
     digest: str
 
 
-class Hello(Body):
+class Hello(Body, frozen=True):
     """peer -> B, first message on each socket; transient, repeated until answered.
 
     `session` is a random token that both sockets of one process share; the header's epoch is its incarnation.
@@ -66,7 +66,7 @@ class Hello(Body):
     received: int = 0  # highest sequence received from the broker on this socket (resume after a broker restart)
 
 
-class Welcome(Body):
+class Welcome(Body, frozen=True):
     """B -> peer: accepted. `recipe` is the run's recipe as JSON; `received` the highest sequence taken from this peer."""
 
     KIND: ClassVar[int] = 2
@@ -80,7 +80,7 @@ class Welcome(Body):
     limit_bytes: int = 0
 
 
-class Refused(Body):
+class Refused(Body, frozen=True):
     """B -> peer: this peer is closed. `code`: run_mismatch, protocol, role_taken, malformed, overflow, key, domain."""
 
     KIND: ClassVar[int] = 3
@@ -89,7 +89,7 @@ class Refused(Body):
     reason: str
 
 
-class Heartbeat(Body):
+class Heartbeat(Body, frozen=True):
     """Both ways every second from the pump, carrying the main task's last progress."""
 
     KIND: ClassVar[int] = 4
@@ -101,7 +101,7 @@ class Heartbeat(Body):
     version: Version | None = None
 
 
-class Goodbye(Body):
+class Goodbye(Body, frozen=True):
     """peer -> B: clean end (exit_code 0) or the cause of a failing one. Leases and jobs were returned before."""
 
     KIND: ClassVar[int] = 5
@@ -109,7 +109,7 @@ class Goodbye(Body):
     reason: str
 
 
-class Ack(Body):
+class Ack(Body, frozen=True):
     """Both ways: everything up to `received` has arrived (and is durable, where that is promised).
 
     The window of the receiver, cumulative since HELLO: the sender may have sent at most `limit_messages` messages and
@@ -124,7 +124,7 @@ class Ack(Body):
     gap: bool = False
 
 
-class Drain(Body):
+class Drain(Body, frozen=True):
     """B -> peer: finish or return what you hold, flush, say goodbye, exit 0. `reason` is shown."""
 
     KIND: ClassVar[int] = 7
@@ -132,7 +132,7 @@ class Drain(Body):
     deadline_s: float
 
 
-class Metrics(Body):
+class Metrics(Body, frozen=True):
     """peer -> B -> learner: the full key set of one tick. `sums` adds over ticks, `gauges` holds last values."""
 
     KIND: ClassVar[int] = 8
@@ -142,14 +142,14 @@ class Metrics(Body):
     gauges: dict[str, float]
 
 
-class StatusRequest(Body):
+class StatusRequest(Body, frozen=True):
     """status client -> B."""
 
     KIND: ClassVar[int] = 9
     RELIABLE: ClassVar[bool] = False
 
 
-class StatusReport(Body):
+class StatusReport(Body, frozen=True):
     """B -> status client: JSON of the whole picture, in the single array frame."""
 
     KIND: ClassVar[int] = 10
@@ -159,7 +159,7 @@ class StatusReport(Body):
 # ---------------------------------------------------------------- leases and samples
 
 
-class Lease(Body):
+class Lease(Body, frozen=True):
     """B -> actor: run these samples of this task. `lease_id` is the order of creation and the group's id.
 
     In lane ``demo`` each index is a task of its own (a demonstration has no variance); elsewhere the indices are
@@ -180,7 +180,7 @@ class Lease(Body):
     deadline_s: float
 
 
-class Touch(Body):
+class Touch(Body, frozen=True):
     """actor -> B: the attempt has started (its weights are there): the deadline runs from here."""
 
     KIND: ClassVar[int] = 17
@@ -188,7 +188,7 @@ class Touch(Body):
     attempt: int
 
 
-class Return(Body):
+class Return(Body, frozen=True):
     """actor -> B: the attempt ends without its missing samples.
 
     `cause`: drain (a clean return), task (the task or domain failed: counts against its attempts), infra (sandbox or
@@ -202,7 +202,7 @@ class Return(Body):
     error: str
 
 
-class SampleMeta(Part):
+class SampleMeta(Part, frozen=True):
     """One sample's facts; its tokens are rows of the message's concatenated arrays."""
 
     index: int
@@ -211,12 +211,14 @@ class SampleMeta(Part):
     correct: bool | None
     components: dict[str, float]
     outcome: Outcome
-    version_runs: list[tuple[int, int, int]]  # lineage, ordinal, count over all N tokens; prompt tokens count to the first
+    version_runs: list[
+        tuple[int, int, int]
+    ]  # lineage, ordinal, count over all N tokens; prompt tokens count to the first
     step_rewards: list[tuple[int, float]] = field(default_factory=list)
     task_key: str = ""
 
 
-class ArraySpec(Part):
+class ArraySpec(Part, frozen=True):
     """Describes one array frame: numpy dtype name and shape."""
 
     name: str
@@ -224,7 +226,7 @@ class ArraySpec(Part):
     shape: tuple[int, ...]
 
 
-class Samples(Body):
+class Samples(Body, frozen=True):
     """actor -> B: finished samples of one lease; acknowledged once they are durable.
 
     Frames as `arrays` says, concatenated over the samples in order: tokens i32[N] (prompt included),
@@ -240,7 +242,7 @@ class Samples(Body):
     arrays: list[ArraySpec]
 
 
-class SampleRefused(Body):
+class SampleRefused(Body, frozen=True):
     """B -> actor: samples of an abandoned attempt or malformed ones were not taken; stop working on that attempt."""
 
     KIND: ClassVar[int] = 20
@@ -252,7 +254,7 @@ class SampleRefused(Body):
 # ---------------------------------------------------------------- sandbox
 
 
-class Limits(Part):
+class Limits(Part, frozen=True):
     """Limits of one program. Memory, output and file sizes in bytes, times in seconds."""
 
     wall_s: float = 5.0
@@ -262,7 +264,7 @@ class Limits(Part):
     output_bytes: int = 64 * 1024
 
 
-class TestCase(Part):
+class TestCase(Part, frozen=True):
     """One test: `stdin` goes in, stdout is compared with `expected` *outside* the jail (trailing white space aside).
 
     `expected` None only runs the program: `ok` if it exits 0.
@@ -274,7 +276,7 @@ class TestCase(Part):
     __test__: ClassVar[bool] = False
 
 
-class SandboxJob(Part):
+class SandboxJob(Part, frozen=True):
     """A program to execute: `files["main.py"]` etc. (the language's table row names the entry file)."""
 
     job_id: str
@@ -287,7 +289,7 @@ class SandboxJob(Part):
     session_id: str | None = None
 
 
-class TestResult(Part):
+class TestResult(Part, frozen=True):
     """The outcome of one test of a job; `stdout` is bounded."""
 
     outcome: Outcome
@@ -297,7 +299,7 @@ class TestResult(Part):
     __test__: ClassVar[bool] = False
 
 
-class Verdict(Part):
+class Verdict(Part, frozen=True):
     """What happened. `outcome` of the job = the first outcome that is not ok, else ok. A value, never an exception.
 
     `infra` never becomes a reward. `signal` is set when the program died of one. `stdout`/`stderr` are bounded bytes of
@@ -317,7 +319,7 @@ class Verdict(Part):
     detail: str = ""
 
 
-class Job(Body):
+class Job(Body, frozen=True):
     """actor -> B -> sandbox: one job; the frames hold MessagePack of the SandboxJob, split at 16 MiB.
 
     `lease_id` orders jobs (grading of the oldest lease first). `domain` is for fairness and counts.
@@ -330,7 +332,7 @@ class Job(Body):
     session_id: str | None = None
 
 
-class JobDone(Body):
+class JobDone(Body, frozen=True):
     """sandbox -> B -> actor: the frames hold MessagePack of the Verdict. `outcome` is repeated for the broker's counts."""
 
     KIND: ClassVar[int] = 33
@@ -339,7 +341,7 @@ class JobDone(Body):
     wall_s: float = 0.0
 
 
-class JobCancel(Body):
+class JobCancel(Body, frozen=True):
     """actor -> B -> sandbox: the episode is over; kill what runs."""
 
     KIND: ClassVar[int] = 34
@@ -349,7 +351,7 @@ class JobCancel(Body):
 # ---------------------------------------------------------------- learner
 
 
-class LearnerReady(Body):
+class LearnerReady(Body, frozen=True):
     """learner -> B: after start or resume. Ledger cursor: groups trained(v >= resumed_from) go back to queued.
 
     `lineage` is drawn by the learner (random u32) at each start; `steps_done` RL steps; `version` ordinal.
@@ -362,7 +364,7 @@ class LearnerReady(Body):
     version: int
 
 
-class Phase(Body):
+class Phase(Body, frozen=True):
     """learner -> B: which lane is leased from now on. ``warm``: demo lane; ``train``; ``eval`` (only eval); ``over``.
 
     `shares`: domain -> (level, share) for the demo or train lane. `groups_per_step`, `samples_per_group` of that lane.
@@ -376,7 +378,7 @@ class Phase(Body):
     reason: str = ""
 
 
-class Demand(Body):
+class Demand(Body, frozen=True):
     """learner -> B: lease me up to `groups` more groups of `lane` as they become ready (adds to the outstanding demand)."""
 
     KIND: ClassVar[int] = 50
@@ -384,14 +386,14 @@ class Demand(Body):
     groups: int
 
 
-class SamplePart(Part):
+class SamplePart(Part, frozen=True):
     """One accepted Samples message inside a Group: its metas, its array specs (frames follow in order)."""
 
     samples: list[SampleMeta]
     arrays: list[ArraySpec]
 
 
-class Group(Body):
+class Group(Body, frozen=True):
     """B -> learner: a complete group. Frames: the array frames of all parts in order.
 
     A void group of the eval lane is sent too (`void` says why, parts hold what there was), so that an evaluation ends.
@@ -409,7 +411,7 @@ class Group(Body):
     void: str | None = None
 
 
-class Done(Body):
+class Done(Body, frozen=True):
     """learner -> B: one step is done. `version` = ordinal *at its start*; the next ordinal is version + 1.
 
     `trained` groups are now trained(version); `void` maps group id to a reason (no contrast, ...).
@@ -423,14 +425,14 @@ class Done(Body):
     counted: bool
 
 
-class Void(Body):
+class Void(Body, frozen=True):
     """learner -> B: groups given up before a step (no contrast): their places are free at once."""
 
     KIND: ClassVar[int] = 53
     groups: dict[str, str]
 
 
-class Covered(Body):
+class Covered(Body, frozen=True):
     """learner -> B: a checkpoint of version `version` is complete; `oldest` is the oldest one retained."""
 
     KIND: ClassVar[int] = 54
@@ -439,7 +441,7 @@ class Covered(Body):
     path: str
 
 
-class Evaluate(Body):
+class Evaluate(Body, frozen=True):
     """learner -> B: evaluate `version` on these held-out tasks, in the eval lane.
 
     `tasks` are (domain, level, number of tasks); task i of a domain has the seed derive_seed(run_seed, "eval", domain, i).
@@ -452,7 +454,7 @@ class Evaluate(Body):
     samples_per_task: int
 
 
-class RunOver(Body):
+class RunOver(Body, frozen=True):
     """learner -> B, B -> everybody through Drain: the run has ended; groups left become void(run over)."""
 
     KIND: ClassVar[int] = 56
@@ -460,7 +462,7 @@ class RunOver(Body):
     exit_code: int
 
 
-class RunFailed(Body):
+class RunFailed(Body, frozen=True):
     """B -> learner: the run cannot go on (too many void groups in a row, no domain left). The learner ends it."""
 
     KIND: ClassVar[int] = 57
@@ -471,7 +473,7 @@ class RunFailed(Body):
 # ---------------------------------------------------------------- bundle and weights (bulk socket)
 
 
-class BundleFile(Part):
+class BundleFile(Part, frozen=True):
     """A file of the model bundle: `frames` consecutive array frames hold it; digest blake2b-16, hex."""
 
     name: str
@@ -479,7 +481,7 @@ class BundleFile(Part):
     frames: int
 
 
-class Bundle(Body):
+class Bundle(Body, frozen=True):
     """learner -> B -> peers, bulk: config.json, tokenizer.json, chat template ... everything but weights and code."""
 
     KIND: ClassVar[int] = 64
@@ -488,14 +490,14 @@ class Bundle(Body):
     model: str = ""
 
 
-class NeedBundle(Body):
+class NeedBundle(Body, frozen=True):
     """peer -> B, bulk: send the bundle when it is there."""
 
     KIND: ClassVar[int] = 65
     BULK: ClassVar[bool] = True
 
 
-class Manifest(Part):
+class Manifest(Part, frozen=True):
     """One entry of the weight log: base None = snapshot (full copy), else the delta base -> version.
 
     `chunks` messages follow (`Chunk`), `size` bytes in all. `digests` is blake2b-16 over all chunk payloads.
@@ -509,7 +511,7 @@ class Manifest(Part):
     density: float  # share of values that changed (1.0 for a snapshot)
 
 
-class Publish(Body):
+class Publish(Body, frozen=True):
     """learner -> B, bulk: the chunks of this entry follow on the same socket, in order."""
 
     KIND: ClassVar[int] = 66
@@ -517,7 +519,7 @@ class Publish(Body):
     manifest: Manifest
 
 
-class Chunk(Body):
+class Chunk(Body, frozen=True):
     """One piece of an entry's payload in one frame (<= 16 MiB); `digest` blake2b-16 of the frame, hex."""
 
     KIND: ClassVar[int] = 67
@@ -528,7 +530,7 @@ class Chunk(Body):
     digest: str
 
 
-class Stored(Body):
+class Stored(Body, frozen=True):
     """B -> learner, bulk: the entry is on disk; the next delta may be based on it."""
 
     KIND: ClassVar[int] = 68
@@ -536,14 +538,14 @@ class Stored(Body):
     version: Version
 
 
-class NewVersion(Body):
+class NewVersion(Body, frozen=True):
     """B -> actors, learner, control: the weight log now ends here."""
 
     KIND: ClassVar[int] = 69
     version: Version
 
 
-class Fetch(Body):
+class Fetch(Body, frozen=True):
     """actor -> B, bulk: bring me from `have` (None: nothing usable) to `want` (None: the newest)."""
 
     KIND: ClassVar[int] = 70
@@ -552,7 +554,7 @@ class Fetch(Body):
     want: int | None
 
 
-class Chain(Body):
+class Chain(Body, frozen=True):
     """B -> actor, bulk: the entries that lead there, in order; their chunks follow, entry by entry.
 
     Empty with `reason` when it cannot be served (gap, unknown version): ask again with have=None.
@@ -582,7 +584,6 @@ def _split(data: bytes, limit: int) -> list[memoryview]:
 def pack_frames(value: Any) -> list[memoryview]:
     """A `Part` (SandboxJob, Verdict) as MessagePack, split into frames of at most 16 MiB."""
     import msgpack
-
     from temper.common.wire import FRAME_LIMIT_BYTES
 
     packed = msgpack.packb(msgspec.to_builtins(value, builtin_types=(bytes,)), use_bin_type=True)
@@ -592,12 +593,11 @@ def pack_frames(value: Any) -> list[memoryview]:
 def unpack_frames(frames: list[memoryview], kind: type[Any]) -> Any:
     """The inverse of `pack_frames`, validated; ProtocolError when malformed."""
     import msgpack
-
     from temper.common.errors import ProtocolError
 
     data = b"".join(frames)
     try:
-        raw = msgpack.unpackb(data, raw=False, max_ext_len=0, max_buffer_size=len(data))
+        raw = msgpack.unpackb(data, raw=False, max_ext_len=0)
         return msgspec.convert(raw, type=kind, builtin_types=(bytes,))
     except (ValueError, msgpack.exceptions.UnpackException, msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(f"malformed {kind.__name__}: {error}") from error

@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 
 import msgpack
 import msgspec
-
 from temper.common.errors import ProtocolError
 
 MAGIC = b"TMPR"
@@ -85,7 +84,13 @@ def nbytes(frame: Any) -> int:
 
 
 def encode(
-    kind: int, meta: bytes, frames: Sequence[Any] = (), *, flags: int = 0, version: int = 0, epoch: int = 0,
+    kind: int,
+    meta: bytes,
+    frames: Sequence[Any] = (),
+    *,
+    flags: int = 0,
+    version: int = 0,
+    epoch: int = 0,
     sequence: int = 0,
 ) -> list[Any]:
     """Frames to send for one message. `frames` are passed through uncopied; limits are checked here too."""
@@ -131,9 +136,7 @@ def pack_meta(body: msgspec.Struct) -> bytes:
 def unpack_meta(meta: bytes, body: type[T]) -> T:
     """MessagePack bytes as a validated `body`; ProtocolError says which field was wrong."""
     try:
-        raw = msgpack.unpackb(
-            meta, raw=False, strict_map_key=True, max_buffer_size=META_LIMIT_BYTES, max_ext_len=0,
-        )
+        raw = msgpack.unpackb(meta, raw=False, max_ext_len=0)
         return msgspec.convert(raw, type=body, builtin_types=(bytes,))
     except (ValueError, msgpack.exceptions.UnpackException, msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(f"malformed {body.__name__}: {error}") from error
