@@ -444,7 +444,8 @@ class Covered(Body, frozen=True):
 class Evaluate(Body, frozen=True):
     """learner -> B: evaluate `version` on these held-out tasks, in the eval lane.
 
-    `tasks` are (domain, level, number of tasks); task i of a domain has the seed derive_seed(run_seed, "eval", domain, i).
+    `tasks` are (domain, level, number of tasks); task i of a domain has the task_seed i: a domain gives different
+    held-out tasks for different i as long as it has them.
     The groups come back as Group(lane="eval", pinned_version=version).
     """
 

@@ -1,0 +1,143 @@
+"""Where a model comes from: made by the recipe (micro), shipped by a package (smollm2), or a local folder.
+
+`load` gives the transformers model with fp32 masters and the bundle: every file that an engine needs beside the weights
+(config, tokenizer, chat template). `trust_remote_code` is never set, and only safetensors files are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from temper.common.config import Model
+from temper.common.errors import ConfigError
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+BUNDLE_NAMES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+END = "<eos>"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A trainable model: fp32 parameters, and the files that describe it to engines."""
+
+    model: PreTrainedModel
+    bundle_files: Mapping[str, bytes]
+    name: str
+    eos_ids: tuple[int, ...]
+
+
+def load(model: Model, seed: int, cache_dir: Path) -> LoadedModel:
+    """The model of a recipe; ConfigError when it is missing or not one that Temper trains."""
+    if model.path == "micro":
+        return micro(model, seed)
+    if model.path == "smollm2":
+        from temper.learner.smollm2 import convert
+
+        return from_folder(convert(cache_dir))
+    return from_folder(Path(model.path).expanduser())
+
+
+def from_folder(folder: Path) -> LoadedModel:
+    """A local Hugging Face folder with safetensors weights."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path {str(folder)!r}: no config.json there; give a local Hugging Face folder, 'micro' or 'smollm2'"
+        )
+    config = json.loads((folder / "config.json").read_text())
+    architecture = (config.get("architectures") or ["?"])[0]
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"model.path {str(folder)!r}: architecture {architecture}, expected one of {', '.join(ARCHITECTURES)}"
+        )
+    if not list(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path {str(folder)!r}: no *.safetensors files there; convert the weights first")
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"model.path {str(folder)!r}: no tokenizer.json there (a fast tokenizer is needed)")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
+    )
+    files = {name: (folder / name).read_bytes() for name in BUNDLE_NAMES if (folder / name).is_file()}
+    return LoadedModel(loaded, files, folder.name, end_ids(files))
+
+
+def end_ids(files: Mapping[str, bytes]) -> tuple[int, ...]:
+    """The end-of-sequence ids of a bundle: generation_config.json first, then config.json."""
+    for name in ("generation_config.json", "config.json"):
+        value = json.loads(files[name]).get("eos_token_id") if name in files else None
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (int(value),)
+    raise ConfigError("the model names no eos_token_id in generation_config.json or config.json")
+
+
+def micro(model: Model, seed: int) -> LoadedModel:
+    """A small Llama over single characters, its weights drawn from `seed`."""
+    characters = list(dict.fromkeys(model.vocabulary))
+    if not characters:
+        raise ConfigError("model.vocabulary is empty: the micro model needs its characters, one token each")
+    if len(characters) != len(model.vocabulary):
+        raise ConfigError(f"model.vocabulary {model.vocabulary!r} names a character twice")
+    config = LlamaConfig(
+        vocab_size=len(characters) + 1,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.heads,
+        max_position_embeddings=model.max_length_tokens,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,
+        attention_bias=False,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = LlamaForCausalLM(config)
+    config.architectures = ["LlamaForCausalLM"]
+    files = {
+        "config.json": json.dumps(config.to_dict(), sort_keys=True).encode(),
+        "tokenizer.json": json.dumps(character_tokenizer(characters), sort_keys=True).encode(),
+    }
+    name = "micro-" + hashlib.blake2b(files["config.json"] + files["tokenizer.json"], digest_size=4).hexdigest()
+    return LoadedModel(made, files, name, (0,))
+
+
+def character_tokenizer(characters: list[str]) -> dict[str, Any]:
+    """A tokenizer.json with one token a character and ``<eos>`` as id 0; unknown characters are an error to encode."""
+    vocabulary = {END: 0} | {character: index for index, character in enumerate(characters, start=1)}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": 0,
+                "content": END,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": END},
+    }
