@@ -41,3 +41,9 @@ class ProtocolError(TemperError):
     """A peer sent something malformed. It closes that peer with this reason and hurts no other."""
 
     exit_code = 3
+
+
+class EngineError(TemperError):
+    """The inference engine cannot do what was asked: the request is impossible or the engine is gone."""
+
+    exit_code = 4

@@ -1,0 +1,135 @@
+"""What an inference engine is to the rest of the actor: token ids in, token ids with their evidence out.
+
+Every engine guarantees: `Generation.logprobs` are of the distribution that was *actually sampled* (temperature applied
+to the logits, top-k/top-p/min-p renormalised); each token carries the version that sampled it; an aborted request
+returns what it had; a new request never meets cached keys and values of older weights. Called by `episodes` (and the
+in-process loop) for generation and by `weights` for commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from temper.common.schema import Version
+
+if TYPE_CHECKING:
+    from temper.common.delta import StagedUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one row.
+
+    `temperature` divides the logits; 0 is greedy (log-probability 0 of a point mass). `top_k` 0 and `top_p` 1 and
+    `min_p` 0 are off. The random number of the token at absolute position p is a pure function of (`seed`, p), so a
+    rerun, or a continuation after an abort, draws the same ones.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_new_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    want_support: bool = False  # return the ids that truncation left, per token
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-p, top-k or min-p can remove tokens."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """`ids`: everything before the first new token (at least one id)."""
+
+    ids: Sequence[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What was sampled, the stop token included.
+
+    `logprobs[i]` (nats) belongs to `ids[i]`. `version_runs`: (lineage, ordinal, count) over `ids`, in order.
+    `finish_reason`: stop (a stop token was sampled), length (budget or context used up), abort (cancelled or drained;
+    the partial result is valid). `support[i]`: ids that truncation left at position i, None unless asked for.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    version_runs: list[tuple[int, int, int]]
+    finish_reason: Literal["stop", "length", "abort"]
+    support: list[list[int]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCaps:
+    """What the recipe is checked against.
+
+    `support_ids`: can return the truncated support. `in_flight`: commits weights between steps of running requests.
+    `seeded`: the same seed draws the same tokens. `batch_invariant`: results don't depend on batch neighbours.
+    """
+
+    support_ids: bool
+    in_flight: bool
+    seeded: bool
+    batch_invariant: bool
+    max_length_tokens: int
+    max_rows: int
+
+
+@dataclass(slots=True)
+class Cancel:
+    """A one-way switch: set once, it runs what was attached. Not thread-safe: used on the event loop only."""
+
+    is_set: bool = False
+    _attached: list[Callable[[], None]] = field(default_factory=list)
+
+    def set(self) -> None:
+        """Cancel; a second call does nothing."""
+        if not self.is_set:
+            self.is_set = True
+            attached, self._attached = self._attached, []
+            for call in attached:
+                call()
+
+    def attach(self, call: Callable[[], None]) -> None:
+        """Run `call` when cancelled (at once if that has happened)."""
+        if self.is_set:
+            call()
+        else:
+            self._attached.append(call)
+
+    def detach(self, call: Callable[[], None]) -> None:
+        """Forget `call`; unknown ones are ignored."""
+        if call in self._attached:
+            self._attached.remove(call)
+
+
+class Engine(Protocol):
+    """An inference engine. All methods are called on the actor's event loop."""
+
+    @property
+    def caps(self) -> EngineCaps: ...
+
+    @property
+    def version(self) -> Version | None:
+        """The committed version; None before the first `apply`."""
+        ...
+
+    async def generate(self, request: GenerateRequest, cancel: Cancel | None = None) -> Generation:
+        """Sample one continuation. EngineError if the request can't be run (too long, no weights yet, engine dead)."""
+        ...
+
+    async def apply(self, update: StagedUpdate) -> str:
+        """Overwrite the changed tensors between two steps; returns the digest now served. EngineError if
+        `update.base_digest` is not what is served: nothing was changed then."""
+        ...
+
+    async def close(self) -> None:
+        """Abort what runs (partial results are returned) and free the engine."""
+        ...
