@@ -1,0 +1,292 @@
+"""What a recipe must fulfil beyond types: ranges, keys that agree with each other, and no key without effect.
+
+Three declarative tables and the functions that run them; pure. `recipe` calls them for every recipe that is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+
+from temper.common.config import DomainConfig, Recipe
+from temper.common.errors import ConfigError
+
+Rule = tuple[Callable[[Recipe], bool], Callable[[Recipe], str]]
+
+# Smallest allowed value of each number; "+" in front: strictly above it. Keys that may hold anything are absent.
+RANGES: dict[str, str] = {
+    "run.seed": ">=0",
+    "run.max_steps": ">=1",
+    "run.checkpoint_every_steps": ">=0",
+    "run.checkpoints_kept": ">=1",
+    "run.connect_timeout_s": ">0",
+    "run.stall_timeout_s": ">0",
+    "run.drain_timeout_s": ">0",
+    "model.hidden_size": ">=2",
+    "model.layers": ">=1",
+    "model.heads": ">=1",
+    "model.intermediate_size": ">=1",
+    "model.max_length_tokens": ">=2",
+    "pacing.groups_per_step": ">=1",
+    "pacing.samples_per_group": ">=1",
+    "pacing.max_staleness": ">=0",
+    "pacing.max_token_lag": ">=0",
+    "pacing.lease_timeout_s": ">0",
+    "pacing.weights_timeout_s": ">0",
+    "pacing.task_attempts": ">=1",
+    "pacing.infra_attempts": ">=1",
+    "pacing.max_void_in_a_row": ">=0",
+    "sampling.temperature": ">0",
+    "sampling.top_p": ">0 <=1",
+    "sampling.top_k": ">=0",
+    "sampling.min_p": ">=0 <=1",
+    "sampling.max_new_tokens": ">=1",
+    "objective.clip_low": ">=0",
+    "objective.clip_high": ">=0",
+    "objective.weight_cap": ">0",
+    "objective.kl_coefficient": ">=0",
+    "objective.entropy_coefficient": ">=0",
+    "objective.updates_per_step": ">=1",
+    "optimizer.learning_rate": ">0",
+    "optimizer.warmup_steps": ">=0",
+    "optimizer.final_share": ">=0 <=1",
+    "optimizer.beta1": ">=0 <1",
+    "optimizer.beta2": ">=0 <1",
+    "optimizer.epsilon": ">0",
+    "optimizer.weight_decay": ">=0",
+    "optimizer.max_gradient_norm": ">0",
+    "optimizer.tokens_per_microbatch": ">=1",
+    "warm_start.max_steps": ">=0",
+    "warm_start.until_likelihood": ">0 <=1",
+    "warm_start.groups_per_step": ">=1",
+    "warm_start.samples_per_group": ">=1",
+    "warm_start.learning_rate": ">0",
+    "eval.every_steps": ">=0",
+    "eval.tasks_per_domain": ">=1",
+    "eval.samples_per_task": ">=1",
+    "eval.temperature": ">=0",
+    "eval.top_p": ">0 <=1",
+    "eval.timeout_s": ">0",
+    "engine.max_rows": ">=1",
+    "engine.leases_in_flight": ">=1",
+    "sandbox.slots": ">=1",
+    "sandbox.wall_s": ">0",
+    "sandbox.cpu_s": ">0",
+    "sandbox.memory_mb": ">=16",
+    "sandbox.output_kb": ">=1",
+    "daemons.actors": ">=0",
+    "daemons.sandboxes": ">=0",
+    "daemons.evaluators": ">=0",
+    "daemons.threads_per_process": ">=1",
+}
+DOMAIN_RANGES = {"share": ">0", "level": ">=0"}
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_BOUND = re.compile(r"(>=|<=|>|<)([0-9.]+)")
+
+
+def _micro(recipe: Recipe) -> bool:
+    return recipe.model.path == "micro"
+
+
+def _executes(recipe: Recipe) -> bool:
+    return any(domain.needs_sandbox for domain in recipe.domains)
+
+
+# Keys that do nothing in some combinations: key -> (is it in use?, why it is not).
+INERT: dict[str, tuple[Callable[[Recipe], bool], str]] = {
+    **{
+        f"model.{key}": (_micro, "only the model made by the recipe (model.path = micro) reads it")
+        for key in ("vocabulary", "hidden_size", "layers", "heads", "intermediate_size")
+    },
+    **{
+        f"warm_start.{key}": (lambda r: r.warm_start.max_steps > 0, "warm_start.max_steps is 0: there is no warm start")
+        for key in ("until_likelihood", "groups_per_step", "samples_per_group", "learning_rate")
+    },
+    **{
+        f"sandbox.{key}": (_executes, "no domain has needs_sandbox = true")
+        for key in ("required", "mode", "slots", "wall_s", "cpu_s", "memory_mb", "output_kb")
+    },
+    **{
+        key: (
+            lambda r: r.pacing.max_staleness > 0,
+            "pacing.max_staleness is 0: sampling is synchronous, no token has a lag",
+        )
+        for key in ("pacing.max_token_lag", "engine.kv_on_swap", "objective.allow_uncorrected")
+    },
+    "pacing.batch_order": (
+        lambda r: r.pacing.max_staleness > 0 or r.pacing.batch_order == "lease",
+        "pacing.max_staleness is 0, which forces batch_order = lease",
+    ),
+}
+DOMAIN_INERT: dict[str, tuple[Callable[[Recipe, DomainConfig], bool], str]] = {
+    "share": (lambda r, d: d.train, "train = false: it gets no groups"),
+    "warm_start": (lambda r, d: r.warm_start.max_steps > 0, "warm_start.max_steps is 0: there is no warm start"),
+}
+
+# Combinations that cannot work: (is it wrong?, what to say).
+CROSS: list[Rule] = [
+    (
+        lambda r: not r.domains,
+        lambda r: "the recipe has no [[domains]]: a run needs at least one, with name and module",
+    ),
+    (
+        lambda r: bool(r.domains) and not any(d.train for d in r.domains),
+        lambda r: "every domain has train = false: at least one must be trained",
+    ),
+    (
+        lambda r: r.pacing.max_token_lag < r.pacing.max_staleness,
+        lambda r: (
+            f"pacing.max_token_lag = {r.pacing.max_token_lag} is below pacing.max_staleness = "
+            f"{r.pacing.max_staleness}: tokens that pacing admits would be masked; raise max_token_lag"
+        ),
+    ),
+    (
+        lambda r: r.pacing.samples_per_group < 2 and r.objective.name != "sft" and r.objective.advantage != "ema",
+        lambda r: "pacing.samples_per_group = 1: a group of one has no baseline, its advantage is 0; use 2 or more",
+    ),
+    (
+        lambda r: r.sampling.max_new_tokens >= r.model.max_length_tokens,
+        lambda r: (
+            f"sampling.max_new_tokens = {r.sampling.max_new_tokens} leaves no room for a prompt in "
+            f"model.max_length_tokens = {r.model.max_length_tokens}; prompt and completion must fit together"
+        ),
+    ),
+    (
+        lambda r: r.optimizer.tokens_per_microbatch < r.model.max_length_tokens,
+        lambda r: (
+            f"optimizer.tokens_per_microbatch = {r.optimizer.tokens_per_microbatch} does not hold one sequence of "
+            f"model.max_length_tokens = {r.model.max_length_tokens}"
+        ),
+    ),
+    (
+        lambda r: r.objective.updates_per_step > r.pacing.groups_per_step,
+        lambda r: (
+            f"objective.updates_per_step = {r.objective.updates_per_step} is more than pacing.groups_per_step = "
+            f"{r.pacing.groups_per_step}: every update needs a group"
+        ),
+    ),
+    (
+        lambda r: _executes(r) and r.sandbox.wall_s >= r.pacing.lease_timeout_s,
+        lambda r: (
+            f"pacing.lease_timeout_s = {r.pacing.lease_timeout_s:g} leaves no time for grading, which may take "
+            f"sandbox.wall_s = {r.sandbox.wall_s:g}"
+        ),
+    ),
+    (
+        lambda r: r.run.stall_timeout_s < r.pacing.lease_timeout_s,
+        lambda r: (
+            f"run.stall_timeout_s = {r.run.stall_timeout_s:g} is below pacing.lease_timeout_s = "
+            f"{r.pacing.lease_timeout_s:g}: the run would fail before a dead actor's lease goes out again"
+        ),
+    ),
+    (
+        lambda r: _micro(r) and not r.model.vocabulary,
+        lambda r: "model.path = micro needs model.vocabulary: the characters of its tasks, one token each",
+    ),
+    (
+        lambda r: _micro(r) and len(set(r.model.vocabulary)) != len(r.model.vocabulary),
+        lambda r: (
+            "model.vocabulary holds "
+            + repr(next(c for c in r.model.vocabulary if r.model.vocabulary.count(c) > 1))
+            + " twice: each character is one token"
+        ),
+    ),
+    (
+        lambda r: _micro(r) and bool(r.model.hidden_size % r.model.heads or (r.model.hidden_size // r.model.heads) % 2),
+        lambda r: (
+            f"model.hidden_size = {r.model.hidden_size} over model.heads = {r.model.heads}: "
+            "expected an even number of channels in each head"
+        ),
+    ),
+    (
+        lambda r: r.run.deterministic and r.pacing.max_staleness > 0,
+        lambda r: (
+            f"run.deterministic needs pacing.max_staleness = 0, found {r.pacing.max_staleness}: "
+            "when weights swap during sampling depends on timing"
+        ),
+    ),
+    (
+        lambda r: r.run.deterministic and r.daemons.actors != 1,
+        lambda r: f"run.deterministic needs daemons.actors = 1, found {r.daemons.actors}",
+    ),
+    (
+        lambda r: r.run.deterministic and r.engine.kind != "embedded",
+        lambda r: f"run.deterministic needs engine.kind = embedded, found {r.engine.kind}",
+    ),
+    (
+        lambda r: r.run.deterministic and r.daemons.threads_per_process != 1,
+        lambda r: f"run.deterministic needs daemons.threads_per_process = 1, found {r.daemons.threads_per_process}",
+    ),
+]
+
+
+def check(recipe: Recipe, source: str) -> None:
+    """ConfigError for the first value out of range or combination that cannot work; names `source` and the key."""
+    for path, bounds in RANGES.items():
+        section, key = path.split(".")
+        _in_range(path, getattr(getattr(recipe, section), key), bounds, source)
+    for table in fields(recipe):
+        if table.name != "domains":
+            _finite(table.name, getattr(recipe, table.name), source)
+    if not _NAME.fullmatch(recipe.run.name):
+        raise ConfigError(f"{source}: run.name = {recipe.run.name!r}: expected letters, digits, - and _, at most 64")
+    _check_domains(recipe, source)
+    for wrong, say in CROSS:
+        if wrong(recipe):
+            raise ConfigError(f"{source}: {say(recipe)}")
+
+
+def check_inert(recipe: Recipe, keys: Iterable[str], source: str) -> None:
+    """ConfigError for the first of `keys` (dotted, as set by `source`) that has no effect in this recipe."""
+    domains = {domain.name: domain for domain in recipe.domains}
+    for path in sorted(keys):
+        section, *rest = path.split(".")
+        if section == "domains":
+            domain_rule = DOMAIN_INERT.get(rest[1])
+            if domain_rule and not domain_rule[0](recipe, domains[rest[0]]):
+                raise ConfigError(f"{source}: {path} has no effect: {domain_rule[1]}; remove it")
+            continue
+        rule = INERT.get(path)
+        if rule and not rule[0](recipe):
+            raise ConfigError(f"{source}: {path} has no effect: {rule[1]}; remove it")
+
+
+def _check_domains(recipe: Recipe, source: str) -> None:
+    seen: set[str] = set()
+    for domain in recipe.domains:
+        if not _NAME.fullmatch(domain.name):
+            raise ConfigError(f"{source}: domain {domain.name!r}: expected letters, digits, - and _, at most 64")
+        if domain.name in seen:
+            raise ConfigError(f"{source}: two domains are called {domain.name}: names are unique in a recipe")
+        seen.add(domain.name)
+        if not _MODULE.fullmatch(domain.module):
+            raise ConfigError(
+                f"{source}: domains.{domain.name}.module = {domain.module!r}: expected a Python module, "
+                "such as temper.actor.domains.reverse"
+            )
+        for key, bounds in DOMAIN_RANGES.items():
+            _in_range(f"domains.{domain.name}.{key}", getattr(domain, key), bounds, source)
+
+
+def _finite(section: str, table: object, source: str) -> None:
+    for field in fields(table):  # type: ignore[arg-type]
+        value = getattr(table, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{source}: {section}.{field.name} = {value}: expected a finite number")
+
+
+def _in_range(path: str, value: float | None, bounds: str, source: str) -> None:
+    if value is None:
+        return
+    for sign, limit_text in _BOUND.findall(bounds):
+        limit = float(limit_text)
+        fits = {">=": value >= limit, "<=": value <= limit, ">": value > limit, "<": value < limit}[sign]
+        if not fits:
+            why = ""
+            if path == "sampling.temperature":
+                why = ": greedy sampling has no log-probabilities to learn from"
+            raise ConfigError(f"{source}: {path} = {value:g}, expected {sign[0]}{sign[1:]} {limit_text}{why}")

@@ -1,0 +1,69 @@
+"""What a recipe implies, as a table: printed when a run starts, so that nobody has to multiply batch sizes. Pure."""
+
+from __future__ import annotations
+
+from temper.common.config import Recipe
+
+
+def capacity_groups(recipe: Recipe) -> int:
+    """Groups that may be ahead of the learner at once: (S + 1) * groups_per_step."""
+    return (recipe.pacing.max_staleness + 1) * recipe.pacing.groups_per_step
+
+
+def max_void_in_a_row(recipe: Recipe) -> int:
+    """Void groups in a row that end the run: the recipe's, or 20 * groups_per_step."""
+    return recipe.pacing.max_void_in_a_row or 20 * recipe.pacing.groups_per_step
+
+
+def derived_table(recipe: Recipe) -> list[tuple[str, str, str]]:
+    """Rows (name, value with its unit, how it follows from the recipe)."""
+    pacing, run = recipe.pacing, recipe.run
+    samples = pacing.groups_per_step * pacing.samples_per_group
+    new_tokens = recipe.sampling.max_new_tokens
+    shares = sum(domain.share for domain in recipe.domains if domain.train)
+    asynchronous = pacing.max_staleness > 0
+    order = pacing.batch_order if asynchronous else "lease"
+    rows = [
+        ("samples per step", f"{samples:,}", "groups_per_step * samples_per_group"),
+        ("samples in all", f"{samples * run.max_steps:,}", "samples per step * max_steps"),
+        ("sampled tokens per step", f"at most {samples * new_tokens:,}", "samples per step * max_new_tokens"),
+        (
+            "prompt tokens",
+            f"at most {recipe.model.max_length_tokens - new_tokens:,}",
+            "max_length_tokens - max_new_tokens",
+        ),
+        (
+            "samples per optimiser step",
+            f"{samples / recipe.objective.updates_per_step:,.0f}",
+            "samples per step / updates_per_step",
+        ),
+        (
+            "groups ahead of the learner",
+            f"at most {capacity_groups(recipe):,}",
+            "(max_staleness + 1) * groups_per_step",
+        ),
+        (
+            "lag",
+            "0 (synchronous)"
+            if not asynchronous
+            else f"at most {pacing.max_staleness} versions"
+            if order == "lease"
+            else f"about {pacing.max_staleness} versions; single tokens above {pacing.max_token_lag} are masked",
+            f"max_staleness, batch_order = {order}",
+        ),
+        ("void groups in a row that end the run", f"{max_void_in_a_row(recipe):,}", "max_void_in_a_row"),
+        (
+            "held-out samples per evaluation",
+            f"{len(recipe.domains) * recipe.eval.tasks_per_domain * recipe.eval.samples_per_task:,}",
+            "domains * tasks_per_domain * samples_per_task",
+        ),
+    ]
+    rows += [
+        (
+            f"share of {domain.name}",
+            f"{domain.share / shares:.0%}" if domain.train else "evaluated only",
+            "share / all shares",
+        )
+        for domain in recipe.domains
+    ]
+    return rows
