@@ -43,6 +43,7 @@ class Reasoning(SingleTurn):
             raise ConfigError(f"reasoning: dataset {name!r} with {list(levels)}: {error}") from error
         self._held_out: list[dict[str, dict[str, Any]]] = [{} for _ in levels]
         self._draws = [itertools.count() for _ in levels]
+        self._exhausted = [False for _ in levels]
         self.shots = self._draw_shots(shots)
         self._check()
 
@@ -89,13 +90,14 @@ class Reasoning(SingleTurn):
     def _nth_held_out(self, level: int, number: int) -> dict[str, Any]:
         found = self._held_out[level]
         quiet = 0
-        while len(found) <= number and quiet < DRAWS_WITHOUT_NEWS:
+        while len(found) <= number and not self._exhausted[level]:
             entry = self.datasets[level][derive_seed(self.name, "eval", level, next(self._draws[level])) % ITEMS]
             key = self._key(entry)
             quiet += 1
             if key not in found and split_of(key, self.eval_share) == "eval":
                 found[key] = dict(entry)
                 quiet = 0
+            self._exhausted[level] = quiet >= DRAWS_WITHOUT_NEWS
         if not found:
             raise ConfigError(
                 f"reasoning: {self.name} level {level} has no held-out question at eval_share {self.eval_share}"

@@ -1,0 +1,145 @@
+"""The built-in domains: held-out tasks never train, answers score 1, and nothing but the exact answer does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from temper.actor.domains import functions, reasoning, reverse, tinycode
+from temper.common.domains import Completion, Domain, derive_seed, split_of
+from temper.common.errors import ConfigError
+from temper.common.schema import SandboxJob, TestResult, Verdict
+
+LETTERS = {"dataset": "letter_counting", "levels": [{"min_words": 3, "max_words": 6}]}
+SORTING = {"dataset": "gcd", "levels": [{"min_value": 1, "max_value": 30}]}
+DOMAINS: dict[str, Domain] = {
+    "reverse": reverse.make({}),
+    "tinycode": tinycode.make({}),
+    "letter_counting": reasoning.make(LETTERS),
+    "gcd": reasoning.make(SORTING),
+    "functions": functions.make({}),
+}
+
+
+def completion(text: str, finish_reason: str = "stop") -> Completion:
+    return Completion([1], [0.0], [1], [[0, 0, 1]], finish_reason, text)
+
+
+class NoGrader:
+    """For domains that must not execute anything."""
+
+    async def run(self, job: SandboxJob) -> Verdict:
+        raise AssertionError("this domain does not execute programs")
+
+
+class Echo:
+    """Answers every job with one verdict and keeps the job."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
+        self.jobs: list[SandboxJob] = []
+
+    async def run(self, job: SandboxJob) -> Verdict:
+        self.jobs.append(job)
+        return Verdict(self.outcome, tests=[TestResult(self.outcome)])
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_train_and_eval_are_disjoint_by_content(name: str) -> None:
+    domain = DOMAINS[name]
+    train = {domain.tasks("train", 0, derive_seed("any", seed)).key for seed in range(400)}
+    held_out = {domain.tasks("eval", 0, number).key for number in range(100)}
+    assert len(held_out) == 100
+    assert not train & held_out
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_a_seed_gives_the_same_task_every_time(name: str) -> None:
+    domain = DOMAINS[name]
+    for split in ("train", "eval"):
+        assert domain.tasks(split, 0, 12345) == domain.tasks(split, 0, 12345)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["reverse", "letter_counting", "gcd"])
+def test_the_demonstration_scores_one_and_a_containing_answer_does_not(name: str) -> None:
+    domain = DOMAINS[name]
+    for seed in range(20):
+        task = domain.tasks("train", 0, seed)
+        answer = domain.demonstration(task)
+        assert answer is not None
+        right = asyncio.run(domain.score(task, completion(answer), NoGrader()))
+        assert right.reward == 1.0
+        assert right.correct is True
+        wrong = asyncio.run(domain.score(task, completion(f"maybe {answer.strip()} or not"), NoGrader()))
+        assert wrong.reward == 0.0
+        assert wrong.correct is False
+        cut = asyncio.run(domain.score(task, completion(answer, "length"), NoGrader()))
+        assert cut.correct is False
+
+
+@pytest.mark.parametrize("name", ["tinycode", "functions"])
+def test_code_is_judged_by_its_verdict_and_infra_is_no_reward(name: str) -> None:
+    domain = DOMAINS[name]
+    task = domain.tasks("train", 0, 7)
+    answer = domain.demonstration(task)
+    assert answer is not None
+    for outcome, reward in (("ok", 1.0), ("wrong", 0.0), ("timeout", 0.0), ("infra", None)):
+        grader = Echo(outcome)
+        score = asyncio.run(domain.score(task, completion(answer), grader))
+        assert score.reward == reward
+        assert score.outcome == outcome
+        (job,) = grader.jobs
+        assert job.tests[0].expected is not None
+        assert job.tests[0].expected not in job.files["main.py"]
+
+
+def test_the_expected_output_is_what_the_demonstration_prints() -> None:
+    for domain in (DOMAINS["tinycode"], DOMAINS["functions"]):
+        for seed in range(40):
+            for split in ("train", "eval"):
+                task = domain.tasks(split, 0, seed)  # type: ignore[arg-type]
+                answer = str(domain.demonstration(task)).strip()
+                grader = Echo("ok")
+                asyncio.run(domain.score(task, completion(answer), grader))
+                (test,) = grader.jobs[0].tests
+                values = [int(line) for line in test.stdin.split()]
+                # the answers are our own constants, evaluated here as the plain arithmetic that they are
+                printed = "".join(f"{eval(answer, {'x': value, 'max': max, 'min': min})}\n" for value in values)
+                assert printed.encode() == test.expected
+
+
+@given(st.text(max_size=30))
+def test_split_depends_on_content_alone(text: str) -> None:
+    assert split_of(text) == split_of(text)
+    assert split_of(text, 0.0) == "train"
+    assert split_of(text, 1.0) == "eval"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "named"),
+    [
+        (reasoning.make, {}, "options.dataset"),
+        (reasoning.make, {"dataset": "no_such_set"}, "no_such_set"),
+        (reasoning.make, {"dataset": "gcd", "style": "verbose"}, "style"),
+        (reasoning.make, {"dataset": "gcd", "levels": [{"no_such_key": 1}]}, "no_such_key"),
+        (reasoning.make, {"dataset": "graph_color"}, "scores its own answer"),
+        (reverse.make, {"letters": "aa"}, "letters"),
+        (reverse.make, {"length": 9}, "length"),
+        (tinycode.make, {"largest": 3}, "largest"),
+        (functions.make, {"style": "poem"}, "style"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(make: Any, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make(options)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [(" 42\n", "42"), ("42", "42"), (" 4\n2", "4"), ("\n42", ""), ("  a b \t\nQ: x", "a b"), ("", "")],
+)
+def test_only_the_first_line_is_the_answer(text: str, answer: str) -> None:
+    assert reasoning.extract(text) == answer
