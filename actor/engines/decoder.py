@@ -1,0 +1,280 @@
+"""Continuous batching over the embedded model: synchronous, one thread, no clock, no asyncio.
+
+Each `step` samples one token for every running row. The prompt of rows that ask for the same ids is prefilled once, all
+but its last token, which every row then processes in its first step; so each sampled token comes from the same decode
+pass, and a swap of the weights between two steps is a clean cut. Rows are kept dense so that a step costs what its live
+rows cost. In `deterministic` mode the pass always has the full batch shape and cache length, prompts are prefilled one
+by one and rows never move: a row's bits then depend on its own ids, seed and weights alone.
+
+Called by `embedded` (in its thread) and by tests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from temper.actor.engines.base import GenerateRequest, Generation
+from temper.actor.engines.llama import Cache, Llama, empty_weights
+from temper.actor.engines.overwrite import overwrite
+from temper.actor.engines.rows import Row, Slots
+from temper.actor.engines.sampler import Sampled, Truncation, sample, sample_truncated
+from temper.actor.engines.shape import ModelShape
+from temper.common.errors import EngineError
+from temper.common.schema import Version
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from temper.common.delta import StagedUpdate
+
+PREFILL_TOKENS = 2048  # padded prompt tokens of one prefill pass
+BUCKET = 8  # the attended cache length is rounded up to a multiple of this
+HOLES = 8  # rows are moved together when more than one slot in this many is free
+
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The outcome of a request: a generation, or why there is none."""
+
+    key: Any
+    generation: Generation | None
+    error: str = ""
+
+
+class Decoder:
+    """The batch. Must be used by one thread, under ``torch.inference_mode``."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        *,
+        max_rows: int,
+        length: int,
+        kv_on_swap: Literal["keep", "recompute"] = "keep",
+        deterministic: bool = False,
+    ) -> None:
+        self.shape, self.length, self.max_rows = shape, length, max_rows
+        self.kv_on_swap, self.deterministic = kv_on_swap, deterministic
+        self.weights = empty_weights(shape, dtype)
+        self.model = Llama(shape, self.weights, length)
+        self.cache = Cache(shape, max_rows, length)
+        self.slots = Slots(max_rows, length)
+        self.pending: deque[Row] = deque()
+        self.running: dict[Any, Row] = {}
+        self.high = 0
+        self.steps = 0
+        self.sampled_tokens = 0
+        self.prefilled_tokens = 0
+        self.version: Version | None = None
+        self._versions: list[tuple[int, Version]] = []
+        self._prefixes: dict[tuple[int, ...], Row] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.pending or self.running)
+
+    def submit(self, key: Any, request: GenerateRequest) -> None:
+        """Queue a request; it starts at a coming step, in order."""
+        self.pending.append(Row(key, request, tuple(request.ids)))
+
+    def cancel(self, key: Any) -> None:
+        """End a request with what it has; unknown keys (finished ones) are ignored."""
+        row = self.running.get(key)
+        if row is not None:
+            row.cancelled = True
+        else:
+            for waiting in self.pending:
+                if waiting.key is key:
+                    waiting.cancelled = True
+
+    def commit(self, update: StagedUpdate) -> str:
+        """Overwrite the changed tensors; running rows go on under the new weights. Nothing changes on EngineError."""
+        held = self.version.digest if self.version else None
+        if update.base_digest is not None and held not in (update.base_digest, update.digest):
+            raise EngineError(f"delta based on {update.base_digest}, the engine serves {held}: fetch a full copy")
+        absent = self.weights.named.keys() - {patch.name for patch in update.changed}
+        if update.base_digest is None and absent:
+            raise EngineError(
+                f"full copy without {sorted(absent)[0]} ({len(absent)} tensors absent): wrong model or bundle"
+            )
+        overwrite(self.weights.named, update.changed)
+        self.version = update.version
+        self._versions.append((self.steps, update.version))
+        self._prefixes.clear()
+        if self.kv_on_swap == "recompute":
+            self._recompute()
+        self._forget_versions()
+        return update.digest
+
+    def step(self) -> list[Finished]:
+        """Admit what fits, sample one token for every running row, return what has ended."""
+        ended = self._end_cancelled()
+        if self.version is not None:
+            self._admit()
+        if not self.running:
+            return ended
+        slots = self.slots
+        count = self.max_rows if self.deterministic else self.high
+        position = slots.position[:count]
+        length = self.length
+        if not self.deterministic:
+            length = min(self.length, -(-(int(position.max()) + 1) // BUCKET) * BUCKET)
+        logits = self.model.decode(slots.token[:count], position, self.cache, length)
+        sampled = self._sample(logits.div_(slots.temperature[:count]), count)
+        at = (position + 1).unsqueeze(1)
+        slots.tokens[:count].scatter_(1, at, sampled.tokens.unsqueeze(1))
+        slots.logprobs[:count].scatter_(1, at, sampled.logprobs.unsqueeze(1))
+        slots.token[:count] = sampled.tokens
+        position += slots.live[:count]
+        stopped = (sampled.tokens.unsqueeze(1) == slots.stops[:count]).any(1)
+        broken = ~torch.isfinite(sampled.logprobs)
+        done = (stopped | broken | (position + 1 >= slots.limit[:count])) & slots.live[:count].bool()
+        self.steps += 1
+        self.sampled_tokens += len(self.running)
+        slots.advance_draws()
+        if bool(done.any()):
+            for slot in done.nonzero().squeeze(1).tolist():
+                row = slots.rows[slot]
+                if row is None:
+                    raise AssertionError(f"slot {slot} is live without a row")
+                ended.append(self._finish(row, "stop" if stopped[slot] else "length", bool(broken[slot])))
+        return ended
+
+    def abort_all(self) -> list[Finished]:
+        """End everything with what it has."""
+        for row in (*self.pending, *self.running.values()):
+            row.cancelled = True
+        return self._end_cancelled()
+
+    # ------------------------------------------------------------ sampling and ending
+
+    def _sample(self, scaled: Tensor, count: int) -> Sampled:
+        slots = self.slots
+        uniform = slots.draws[:count, slots.column].unsqueeze(1)
+        if not slots.truncating:
+            return sample(scaled, uniform)
+        limits = Truncation(slots.top_k[:count], slots.top_p[:count], slots.min_p[:count])
+        sampled = sample_truncated(scaled, uniform, limits)
+        if sampled.ids is not None and sampled.keep is not None:
+            kept, start = sampled.ids[sampled.keep].tolist(), 0
+            for row, size in zip(slots.rows, sampled.keep.sum(1).tolist(), strict=False):
+                if row is not None and row.request.sampling.want_support:
+                    row.support.append(kept[start : start + size])
+                start += size
+        return sampled
+
+    def _finish(self, row: Row, reason: Finish, broken: bool = False) -> Finished:
+        first, last = len(row.prompt), int(self.slots.position[row.slot]) + 1
+        ids = self.slots.tokens[row.slot, first:last].tolist()
+        logprobs = self.slots.logprobs[row.slot, first:last].tolist()
+        self.slots.clear(row)
+        del self.running[row.key]
+        if self._prefixes.get(row.prompt) is row:
+            del self._prefixes[row.prompt]
+        while self.high and self.slots.rows[self.high - 1] is None:
+            self.high -= 1
+        if broken:
+            return Finished(row.key, None, f"the model's logits are not finite at weights {self.version}")
+        support = row.support if row.request.sampling.want_support else None
+        return Finished(row.key, Generation(ids, logprobs, self._runs(row, len(ids)), reason, support))
+
+    def _end_cancelled(self) -> list[Finished]:
+        ended = [self._finish(row, "abort") for row in list(self.running.values()) if row.cancelled]
+        if any(row.cancelled for row in self.pending):
+            ended += [Finished(r.key, Generation([], [], [], "abort")) for r in self.pending if r.cancelled]
+            self.pending = deque(row for row in self.pending if not row.cancelled)
+        return ended
+
+    def _runs(self, row: Row, count: int) -> list[tuple[int, int, int]]:
+        """Token i of a row was sampled in step first_step + i."""
+        runs: list[tuple[int, int, int]] = []
+        starts = [*(step for step, _ in self._versions[1:]), row.first_step + count]
+        for (begin, version), end in zip(self._versions, starts, strict=True):
+            size = min(end, row.first_step + count) - max(begin, row.first_step)
+            if size > 0:
+                runs.append((version.lineage, version.ordinal, size))
+        return runs
+
+    def _forget_versions(self) -> None:
+        oldest = min((row.first_step for row in self.running.values()), default=self.steps)
+        while len(self._versions) > 1 and self._versions[1][0] <= oldest:
+            del self._versions[0]
+
+    # ------------------------------------------------------------ admission and caches
+
+    def _admit(self) -> None:
+        rows: list[Row] = []
+        slot = 0
+        while self.pending and len(self.running) < self.max_rows:
+            while self.slots.rows[slot] is not None:
+                slot += 1
+            row = self.pending.popleft()
+            row.slot, row.first_step = slot, self.steps
+            self.slots.rows[slot] = row
+            self.running[row.key] = row
+            self.high = max(self.high, slot + 1)
+            rows.append(row)
+        if rows:
+            self._fill_caches(rows)
+            self.slots.fill(rows)
+        if not self.deterministic and (self.high - len(self.running)) * HOLES > self.high:
+            self._compact()
+
+    def _fill_caches(self, rows: list[Row]) -> None:
+        prompts: dict[tuple[int, ...], list[int]] = {}
+        for row in rows:
+            if len(row.prompt) > 1:
+                prompts.setdefault(row.prompt, []).append(row.slot)
+            self._prefixes.setdefault(row.prompt, row)
+        fresh: list[tuple[tuple[int, ...], list[int]]] = []
+        for prompt, targets in prompts.items():
+            source = self._prefixes[prompt].slot
+            if source in targets:
+                fresh.append((prompt[:-1], targets))
+            else:
+                self.cache.copy_rows(torch.tensor([source] * len(targets)), torch.tensor(targets), len(prompt) - 1)
+        self._prefill(fresh)
+
+    def _prefill(self, prompts: list[tuple[tuple[int, ...], list[int]]]) -> None:
+        """Keys and values of each token sequence into its target slots; similar lengths share a pass."""
+        prompts = sorted(prompts, key=lambda item: len(item[0]))
+        while prompts:
+            take = 1
+            if not self.deterministic:
+                while take < len(prompts) and (take + 1) * len(prompts[take][0]) <= PREFILL_TOKENS:
+                    take += 1
+            batch, prompts = prompts[:take], prompts[take:]
+            size = len(batch[-1][0])
+            padded = torch.tensor([list(ids) + [0] * (size - len(ids)) for ids, _ in batch])
+            found = self.model.prefill(padded)
+            target = torch.tensor([slot for _, slots in batch for slot in slots])
+            source = torch.tensor([index for index, (_, slots) in enumerate(batch) for _ in slots])
+            self.cache.all[:, :, target, :, :size] = found[:, :, source]
+            self.prefilled_tokens += sum(len(ids) for ids, _ in batch)
+
+    def _recompute(self) -> None:
+        """Caches of all running rows under the weights just committed."""
+        prompts = []
+        for row in self.running.values():
+            position = int(self.slots.position[row.slot])
+            ids = row.prompt + tuple(self.slots.tokens[row.slot, len(row.prompt) : position + 1].tolist())
+            if position > 0:
+                prompts.append((ids[:position], [row.slot]))
+        self._prefill(prompts)
+
+    def _compact(self) -> None:
+        keep = len(self.running)
+        target = [slot for slot in range(keep) if self.slots.rows[slot] is None]
+        source = [slot for slot in range(keep, self.high) if self.slots.rows[slot] is not None]
+        if target:
+            sources, targets = torch.tensor(source), torch.tensor(target)
+            length = int(self.slots.position[sources].max()) + 1
+            self.cache.copy_rows(sources, targets, length)
+            self.slots.move(sources, targets)
+        self.high = keep

@@ -1,0 +1,259 @@
+"""The embedded torch engine: the decoder in a thread of its own, so that the event loop never waits for a step.
+
+Commands go in through one queue and are applied between two steps; results come out once a step, through one
+`call_soon_threadsafe` per event loop. A failure of the thread fails every request with its cause and is kept in
+`failure`; nothing waits for a dead engine. Called by the actor's daemon and by the in-process loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from temper.actor.engines.base import Cancel, EngineCaps, GenerateRequest, Generation
+from temper.actor.engines.decoder import Decoder, Finished
+from temper.actor.engines.shape import from_config
+from temper.common.errors import ConfigError, EngineError
+from temper.common.schema import Version
+
+if TYPE_CHECKING:
+    from temper.common.delta import StagedUpdate
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class Counts:
+    """Written by the engine's thread, read by anybody: monotone counts and the last gauge values."""
+
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    steps: int = 0
+    rows: int = 0
+    idle_s: float = 0.0
+    swaps: int = 0
+    last_pause_s: float = 0.0
+
+
+Waiter = asyncio.Future[Generation]
+
+
+class EmbeddedEngine:
+    """Implements `base.Engine` on CPU with torch."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        dtype: str,
+        max_rows: int,
+        max_length_tokens: int,
+        kv_on_swap: Literal["keep", "recompute"] = "keep",
+        deterministic: bool = False,
+        threads: int = 1,
+    ) -> None:
+        """`config`: parsed config.json. ConfigError for a model or length that can't be run."""
+        shape = from_config(config)
+        if dtype not in DTYPES:
+            raise ConfigError(f"model.serving_dtype {dtype!r}, the embedded engine knows {', '.join(DTYPES)}")
+        if not 2 <= max_length_tokens <= shape.max_position:
+            raise ConfigError(
+                f"model.max_length_tokens {max_length_tokens} is outside 2..{shape.max_position} of the model"
+            )
+        if max_rows < 1 or threads < 1:
+            raise ConfigError(f"engine.max_rows {max_rows} and threads {threads} must be at least 1")
+        self._vocabulary = shape.vocab_size
+        self._caps = EngineCaps(True, True, True, deterministic, max_length_tokens, max_rows)
+        self._decoder = Decoder(
+            shape,
+            DTYPES[dtype],
+            max_rows=max_rows,
+            length=max_length_tokens,
+            kv_on_swap=kv_on_swap,
+            deterministic=deterministic,
+        )
+        self._threads = 1 if deterministic else threads
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._waiting: set[Waiter] = set()
+        self._updates: set[asyncio.Future[str]] = set()
+        self._closing = False
+        self._ended = False
+        self.counts = Counts()
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def caps(self) -> EngineCaps:
+        return self._caps
+
+    @property
+    def version(self) -> Version | None:
+        return self._decoder.version
+
+    async def generate(self, request: GenerateRequest, cancel: Cancel | None = None) -> Generation:
+        """See `base.Engine.generate`. A cancelled caller cancels the row too."""
+        self._check(request)
+        future: Waiter = asyncio.get_running_loop().create_future()
+
+        def abort() -> None:
+            self._commands.put(lambda: self._decoder.cancel(future))
+
+        self._waiting.add(future)
+        self._still_runs()
+        self._commands.put(lambda: self._decoder.submit(future, request))
+        if cancel is not None:
+            cancel.attach(abort)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            abort()
+            raise
+        finally:
+            self._waiting.discard(future)
+            if cancel is not None:
+                cancel.detach(abort)
+
+    async def apply(self, update: StagedUpdate) -> str:
+        """See `base.Engine.apply`; takes effect between two steps."""
+        self._alive()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[str] = loop.create_future()
+
+        def commit() -> None:
+            start = time.perf_counter()
+            try:
+                digest = self._decoder.commit(update)
+            except EngineError as error:
+                loop.call_soon_threadsafe(_fail, done, error)
+                return
+            self.counts.swaps += 1
+            self.counts.last_pause_s = time.perf_counter() - start
+            loop.call_soon_threadsafe(_succeed, done, digest)
+
+        self._updates.add(done)
+        self._still_runs()
+        self._commands.put(commit)
+        try:
+            return await done
+        finally:
+            self._updates.discard(done)
+
+    async def close(self) -> None:
+        """See `base.Engine.close`. Returns once the thread has ended (or 10 s later, with a warning)."""
+        self._closing = True
+        self._commands.put(lambda: None)
+        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("engine thread still busy %.0f s after close", CLOSE_TIMEOUT_S)
+
+    # ------------------------------------------------------------ event loop side
+
+    def _check(self, request: GenerateRequest) -> None:
+        self._alive()
+        params, size = request.sampling, len(request.ids)
+        if not 1 <= size < self._caps.max_length_tokens:
+            raise EngineError(f"prompt of {size} tokens, the engine takes 1 to {self._caps.max_length_tokens - 1}")
+        if not all(0 <= token < self._vocabulary for token in request.ids):
+            raise EngineError(f"prompt with a token outside 0..{self._vocabulary - 1}: wrong tokenizer for this model?")
+        if params.max_new_tokens < 1 or params.top_k < 0 or not 0 <= params.seed < 1 << 64:
+            raise EngineError(f"impossible sampling parameters {params}: max_new_tokens >= 1, top_k >= 0, seed a u64")
+        if not (0 <= params.temperature < float("inf") and 0 < params.top_p <= 1 and 0 <= params.min_p < 1):
+            raise EngineError(
+                f"impossible sampling parameters {params}: temperature >= 0, top_p in (0, 1], min_p in [0, 1)"
+            )
+
+    def _alive(self) -> None:
+        if self.failure is not None:
+            raise EngineError(f"the engine has failed: {type(self.failure).__name__}: {self.failure}")
+        if self._closing:
+            raise EngineError("the engine is closed")
+
+    def _still_runs(self) -> None:
+        """Called after registering a future: the thread marks its end before it fails the registered ones, so that
+        either it sees the future or the caller sees the end."""
+        if self._ended:
+            self._alive()
+            raise EngineError("the engine has ended")
+
+    # ------------------------------------------------------------ engine thread
+
+    def _run(self) -> None:
+        try:
+            torch.set_num_threads(self._threads)
+            with torch.inference_mode():
+                while not self._closing:
+                    self._obey()
+                    self._deliver(self._decoder.step())
+                    self._count()
+                while not self._commands.empty():
+                    self._commands.get()()
+                self._deliver(self._decoder.abort_all())
+        except BaseException as error:
+            self.failure = error
+            log.exception("the engine's thread has failed")
+        self._ended = True
+        self._fail_rest()
+
+    def _obey(self) -> None:
+        """Run all waiting commands; with nothing to decode, wait for one."""
+        decoder = self._decoder
+        if not decoder.running and (decoder.version is None or not decoder.pending):
+            start = time.perf_counter()
+            command = self._commands.get()
+            self.counts.idle_s += time.perf_counter() - start
+            command()
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _deliver(self, ended: list[Finished]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[Finished]] = {}
+        for finished in ended:
+            by_loop.setdefault(finished.key.get_loop(), []).append(finished)
+        for loop, group in by_loop.items():
+            _call(loop, _settle, group)
+
+    def _count(self) -> None:
+        decoder, counts = self._decoder, self.counts
+        counts.sampled_tokens, counts.prefilled_tokens = decoder.sampled_tokens, decoder.prefilled_tokens
+        counts.steps, counts.rows = decoder.steps, len(decoder.running)
+
+    def _fail_rest(self) -> None:
+        reason = f"{type(self.failure).__name__}: {self.failure}" if self.failure else "closed"
+        waiting: list[asyncio.Future[Any]] = [*self._waiting, *self._updates]
+        for future in waiting:
+            _call(future.get_loop(), _fail, future, EngineError(f"the engine has ended: {reason}"))
+
+
+def _call(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
+    """Hand results over; a loop that has been closed meanwhile has nobody left who waits for them."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call, *arguments)
+
+
+def _settle(group: list[Finished]) -> None:
+    for finished in group:
+        if finished.generation is None:
+            _fail(finished.key, EngineError(finished.error))
+        else:
+            _succeed(finished.key, finished.generation)
+
+
+def _succeed(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
