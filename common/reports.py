@@ -1,0 +1,182 @@
+"""What a run tells its readers: the broker's status report, the learner's progress lines, the summary.
+
+Writers fill these structs, readers (`temper run`, `status`, `inspect`, `plot`) decode them; neither knows the other. JSON on
+disk and on the wire. Every field has a default and unknown fields are ignored, so that versions can differ by appending.
+
+- `RunStatus`: answer to a StatusRequest, written by the broker.
+- `Progress`: one line of RUN/progress.jsonl, appended by the learner.
+- `Summary`: RUN/summary.json, written by the learner at the end and completed by `temper run`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+from msgspec import field
+from temper.common.errors import ProtocolError
+
+PROGRESS_FILE = "progress.jsonl"
+SUMMARY_FILE = "summary.json"
+RECIPE_FILE = "recipe.json"
+
+
+class PeerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One peer of the broker, as its heartbeats describe it. Ages in seconds."""
+
+    name: str
+    role: str
+    state: str = ""
+    host: str = ""
+    pid: int = 0
+    progress: str = ""
+    progress_age_s: float = 0.0
+    waiting_for: str = ""
+    silent_s: float = 0.0
+    version: int | None = None
+    digest: str = ""
+    in_flight: int = 0  # leases or sandbox jobs it holds
+
+
+class RunStatus(msgspec.Struct, frozen=True):
+    """The whole picture at one moment. Counts are totals since the run began unless they say "now"."""
+
+    run_id: str = ""
+    name: str = ""
+    phase: str = ""  # waiting, warm, train, eval, over
+    reason: str = ""
+    uptime_s: float = 0.0
+    steps_done: int = 0
+    max_steps: int = 0
+    version: int = 0
+    lineage: int = 0
+    queued_groups: int = 0  # now: complete, waiting for the learner
+    queued_bytes: int = 0  # now
+    leased_groups: int = 0  # now: with the learner
+    leases_in_flight: int = 0  # now: being sampled, returned or expired
+    jobs_queued: int = 0  # now
+    jobs_running: int = 0  # now
+    groups: dict[str, int] = field(default_factory=dict)  # by fate: trained, void (reason), quarantined ...
+    samples: dict[str, int] = field(default_factory=dict)  # by fate: accepted, refused ...
+    jobs: dict[str, int] = field(default_factory=dict)  # finished sandbox jobs by outcome
+    sampled_tokens: int = 0
+    peers: list[PeerStatus] = field(default_factory=list)
+    paused_domains: dict[str, str] = field(default_factory=dict)  # domain -> why it gets no leases
+    letters: list[str] = field(default_factory=list)  # the last things that were given up, and why
+
+
+class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line: a warm-start step, an RL step or a finished evaluation. `time_s` counts from the learner's start."""
+
+    kind: Literal["warm", "step", "eval"]
+    time_s: float
+    step: int = 0  # RL steps done (after this one)
+    version: int = 0  # ordinal after this step; for an evaluation the pinned one
+    reward: dict[str, float] = field(default_factory=dict)  # domain -> mean reward of the step's samples
+    accuracy: dict[str, float | None] = field(default_factory=dict)  # domain -> share correct (step or evaluation)
+    likelihood: float | None = None  # warm start: mean probability of a whole demonstration
+    loss: float | None = None
+    entropy: float | None = None
+    lag_mean: float = 0.0  # versions, over the step's tokens
+    lag_max: float = 0.0
+    tokens: int = 0  # tokens the step trained
+    samples: int = 0  # samples the step trained
+    step_s: float = 0.0  # the step itself
+    wait_s: float = 0.0  # waiting for groups before it
+    when: Literal["", "before", "step", "after"] = ""  # evaluations only
+    reason: str = ""  # why an accuracy is null
+
+
+class DomainSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One domain's row of the summary; null accuracies have their reason."""
+
+    status: Literal["trained", "evaluated", "unavailable"] = "trained"
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    tasks: int = 0  # held-out tasks evaluated
+    samples: int = 0  # samples trained
+    reason: str = ""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended. Accuracies over all domains are means of the domains' accuracies."""
+
+    name: str = ""
+    run_dir: str = ""
+    exit_code: int = 0
+    exit_reason: str = ""
+    steps: int = 0
+    warm_start_steps: int = 0
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    domains: dict[str, DomainSummary] = field(default_factory=dict)
+    wall_s: float = 0.0
+    tokens_sampled: int = 0
+    tokens_trained: int = 0
+    samples: dict[str, int] = field(default_factory=dict)  # by fate
+    samples_per_s: float | None = None  # trained, over the RL steps
+    lag_mean: float | None = None
+    checkpoint: str = ""
+    tensorboard: str = ""
+
+
+Report = TypeVar("Report", bound=msgspec.Struct)
+
+
+def encode(report: msgspec.Struct) -> bytes:
+    """JSON of a report, one line."""
+    return msgspec.json.encode(report)
+
+
+def decode(data: bytes | memoryview, kind: type[Report], source: str) -> Report:
+    """The report in `data`; ProtocolError names `source` when it is none."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"{source}: not a {kind.__name__}: {error}") from error
+
+
+def read_summary(run_dir: Path) -> Summary | None:
+    """The summary in a run directory, None when there is none yet."""
+    try:
+        data = (run_dir / SUMMARY_FILE).read_bytes()
+    except FileNotFoundError:
+        return None
+    return decode(data, Summary, str(run_dir / SUMMARY_FILE))
+
+
+def write_summary(run_dir: Path, summary: Summary) -> None:
+    """Replace the summary atomically: a reader sees the old or the new one, never half of one."""
+    write_atomically(run_dir / SUMMARY_FILE, msgspec.json.format(encode(summary), indent=1) + b"\n")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write beside `path`, sync, rename; OSError leaves what was there before."""
+    partial = path.with_name(f".{path.name}.part")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+class ProgressReader:
+    """Reads the lines that were appended to RUN/progress.jsonl since the last call; a half-written line waits."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / PROGRESS_FILE
+        self._offset = 0
+
+    def read(self) -> list[Progress]:
+        """New complete lines, oldest first; nothing while there is no file."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [decode(line, Progress, str(self.path)) for line in complete.splitlines() if line.strip()]
