@@ -1,0 +1,204 @@
+"""What the broker's core is told and what it answers: events in, actions out, both plain values.
+
+`BrokerCore.on` takes one event and the time; the daemon makes events from messages and clocks, writes the core's
+changes to the ledger, and then carries the actions out, in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from temper.common.schema import Body, JobDone, Lease, Role, SampleMeta
+
+PeerKey = str
+"""A peer's session token: the same on both sockets, new for every process."""
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A peer said HELLO and was welcomed. `slots`: leases or jobs it takes at once."""
+
+    peer: PeerKey
+    role: Role
+    name: str
+    slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A peer is gone: Goodbye, silence, or malformed input. What it held goes out again."""
+
+    peer: PeerKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of `peer` that steers the run: everything of the schema except `Samples`."""
+
+    peer: PeerKey
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesArrived:
+    """Validated samples; `nbytes` is what their arrays take."""
+
+    peer: PeerKey
+    lease_id: int
+    attempt: int
+    samples: tuple[SampleMeta, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: deadlines are looked at."""
+
+
+Event = Joined | Left | Received | SamplesArrived | Tick
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class SendLease:
+    """Send `lease` to `peer`."""
+
+    peer: PeerKey
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The samples just handed in are accepted: write them to the ledger, then acknowledge."""
+
+    lease_id: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    """The samples just handed in are already there (a repeated message): acknowledge only."""
+
+    lease_id: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseAttempt:
+    """Tell `peer` to stop working on an attempt (SampleRefused); what it sent for it is not taken."""
+
+    peer: PeerKey
+    lease_id: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Send the group to the learner. `void` is set for evaluation groups that end void; `filled` samples are missing."""
+
+    peer: PeerKey
+    group_id: int
+    void: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RefusePeer:
+    """Close `peer` with a typed error; no other peer is touched."""
+
+    peer: PeerKey
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AssignJob:
+    """Send the job's frames to this worker."""
+
+    worker: PeerKey
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelJob:
+    """Tell the worker to kill the job."""
+
+    worker: PeerKey
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardVerdict:
+    """Send the verdict just received to the requester."""
+
+    requester: PeerKey
+    done: JobDone
+
+
+@dataclass(frozen=True, slots=True)
+class FailJob:
+    """Send the requester an `infra` verdict with this reason: no worker will finish the job."""
+
+    requester: PeerKey
+    job_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropJob:
+    """Nothing needs the job's frames any more."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The run cannot go on: tell the learner (RunFailed), or end the broker when there is none."""
+
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run is over: drain everybody, then exit with this code."""
+
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Payloads of these groups are not needed any more, whatever happens."""
+
+    group_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the log."""
+
+    text: str
+
+
+Action = (
+    SendLease
+    | Store
+    | Ignore
+    | RefuseAttempt
+    | Deliver
+    | RefusePeer
+    | AssignJob
+    | CancelJob
+    | ForwardVerdict
+    | FailJob
+    | DropJob
+    | Fail
+    | Finish
+    | Release
+    | Note
+)

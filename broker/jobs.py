@@ -1,0 +1,223 @@
+"""The book of sandbox jobs: fair over domains and requesters, the oldest lease first, bounded by workers' free slots.
+
+A job is waiting, running on one worker, or finished; the first verdict counts, later ones are ignored. A worker's
+death puts its jobs back; a job that was running at the death of `DEATHS_ALLOWED` workers is answered with `infra`
+instead of killing more. Jobs of a session run on the worker that ran its first one; with that worker the session dies
+(`infra`). Pure; called by `BrokerCore` only.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+
+from temper.broker.events import (
+    Action,
+    AssignJob,
+    CancelJob,
+    DropJob,
+    FailJob,
+    ForwardVerdict,
+    Note,
+    PeerKey,
+    RefusePeer,
+)
+from temper.common.schema import Job, JobDone
+
+DEATHS_ALLOWED = 3
+
+__all__ = ["DEATHS_ALLOWED", "JobBook", "JobRecord"]
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """One job that is waiting (`worker` empty) or running."""
+
+    job_id: str
+    requester: PeerKey
+    lease_id: int
+    domain: str
+    session_id: str | None
+    sequence: int
+    worker: PeerKey = ""
+    deaths: int = 0
+
+    @property
+    def bucket(self) -> tuple[str, PeerKey]:
+        """Whose turn it is is decided between these."""
+        return self.domain, self.requester
+
+    @property
+    def place(self) -> tuple[int, int, str]:
+        """Order within a bucket: the oldest lease first, then as they came."""
+        return self.lease_id, self.sequence, self.job_id
+
+
+class JobBook:
+    """All unfinished jobs and the workers that may run them."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, JobRecord] = {}
+        self.slots: dict[PeerKey, int] = {}
+        self.running: dict[PeerKey, set[str]] = {}
+        self.outcomes: Counter[str] = Counter()
+        self.finished = 0
+        self.requeued = 0
+        self._waiting: dict[tuple[str, PeerKey], list[tuple[int, int, str]]] = {}
+        self._pinned: dict[PeerKey, list[tuple[int, int, str]]] = {}
+        self._sessions: dict[str, tuple[PeerKey, PeerKey]] = {}  # session -> (worker, requester)
+        self._busy_domain: Counter[str] = Counter()
+        self._busy_bucket: Counter[tuple[str, PeerKey]] = Counter()
+        self._sequence = 0
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that no worker runs yet."""
+        return sum(not job.worker for job in self.jobs.values())
+
+    def add_worker(self, worker: PeerKey, slots: int) -> None:
+        """A sandbox worker with that many free slots."""
+        self.slots[worker] = slots
+        self.running[worker] = set()
+        self._pinned[worker] = []
+
+    def submit(self, requester: PeerKey, body: Job) -> list[Action]:
+        """A new job. A repeated id of the same requester is the same job; another requester's id is an offence."""
+        known = self.jobs.get(body.job_id)
+        if known is not None:
+            if known.requester != requester:
+                return [RefusePeer(requester, "malformed", f"job id {body.job_id!r} belongs to another peer")]
+            return []
+        self._sequence += 1
+        job = JobRecord(body.job_id, requester, body.lease_id, body.domain, body.session_id, self._sequence)
+        self.jobs[job.job_id] = job
+        self._queue(job)
+        return []
+
+    def done(self, worker: PeerKey, body: JobDone) -> list[Action]:
+        """A verdict. The first one finishes the job, whoever sends it; others are ignored."""
+        job = self.jobs.get(body.job_id)
+        if job is None or worker not in self.running:
+            return []
+        actions: list[Action] = []
+        if job.worker not in ("", worker):
+            actions.append(CancelJob(job.worker, job.job_id))
+        self._finish(job)
+        self.outcomes[body.outcome] += 1
+        return [*actions, ForwardVerdict(job.requester, body), DropJob(job.job_id)]
+
+    def cancel(self, requester: PeerKey, job_id: str) -> list[Action]:
+        """The requester does not want the verdict any more."""
+        job = self.jobs.get(job_id)
+        if job is None or job.requester != requester:
+            return []
+        actions: list[Action] = [CancelJob(job.worker, job_id)] if job.worker else []
+        self._finish(job)
+        self.outcomes["cancelled"] += 1
+        return [*actions, DropJob(job_id)]
+
+    def requester_left(self, requester: PeerKey) -> list[Action]:
+        """Nobody waits for these jobs any more."""
+        actions: list[Action] = []
+        for job in [job for job in self.jobs.values() if job.requester == requester]:
+            actions += self.cancel(requester, job.job_id)
+        self._sessions = {name: pin for name, pin in self._sessions.items() if pin[1] != requester}
+        return actions
+
+    def worker_left(self, worker: PeerKey, reason: str) -> list[Action]:
+        """The worker is gone: its jobs go out again, its sessions are over."""
+        if worker not in self.running:
+            return []
+        actions: list[Action] = []
+        lost = sorted(self.running.pop(worker) | {job_id for _, _, job_id in self._pinned.pop(worker)})
+        del self.slots[worker]
+        for job in (self.jobs[job_id] for job_id in lost if job_id in self.jobs):
+            if job.worker:
+                job.deaths += 1
+                self._stop(job)
+            pin = self._sessions.get(job.session_id or "")
+            if pin is not None and pin[0] == worker:
+                actions += self._fail(job, f"the sandbox worker of its session is gone: {reason}")
+            elif job.deaths >= DEATHS_ALLOWED:
+                actions += self._fail(job, f"{job.deaths} sandbox workers died while they ran it, last: {reason}")
+            else:
+                self.requeued += 1
+                self._queue(job)
+        self._sessions = {name: pin for name, pin in self._sessions.items() if pin[0] != worker}
+        return actions
+
+    def assign(self) -> list[Action]:
+        """Hand waiting jobs to free slots."""
+        actions: list[Action] = []
+        while (free := self._freest()) is not None:
+            job = self._next(free)
+            if job is None:
+                break
+            actions.append(AssignJob(job.worker, job.job_id))
+        return actions
+
+    def _free(self, worker: PeerKey) -> int:
+        return self.slots[worker] - len(self.running[worker])
+
+    def _freest(self) -> PeerKey | None:
+        worker = max(self.slots, key=self._free, default=None)
+        return worker if worker is not None and self._free(worker) > 0 else None
+
+    def _next(self, freest: PeerKey) -> JobRecord | None:
+        for worker, pinned in self._pinned.items():
+            while pinned and self._free(worker) > 0:
+                job = self.jobs.get(heapq.heappop(pinned)[2])
+                if job is not None and not job.worker:
+                    return self._start(job, worker)
+        while self._waiting:
+            bucket = min(self._waiting, key=self._turn)
+            queue = self._waiting[bucket]
+            place = heapq.heappop(queue)
+            if not queue:
+                del self._waiting[bucket]
+            job = self.jobs.get(place[2])
+            if job is None or job.worker:
+                continue
+            pin = self._sessions.get(job.session_id or "")
+            if pin is None:
+                return self._start(job, freest)
+            if self._free(pin[0]) > 0:
+                return self._start(job, pin[0])
+            heapq.heappush(self._pinned[pin[0]], place)
+        return None
+
+    def _turn(self, bucket: tuple[str, PeerKey]) -> tuple[int, int, tuple[int, int, str]]:
+        return self._busy_domain[bucket[0]], self._busy_bucket[bucket], self._waiting[bucket][0]
+
+    def _queue(self, job: JobRecord) -> None:
+        heapq.heappush(self._waiting.setdefault(job.bucket, []), job.place)
+
+    def _start(self, job: JobRecord, worker: PeerKey) -> JobRecord:
+        job.worker = worker
+        self.running[worker].add(job.job_id)
+        self._busy_domain[job.domain] += 1
+        self._busy_bucket[job.bucket] += 1
+        if job.session_id is not None:
+            self._sessions.setdefault(job.session_id, (worker, job.requester))
+        return job
+
+    def _stop(self, job: JobRecord) -> None:
+        self.running.get(job.worker, set()).discard(job.job_id)
+        job.worker = ""
+        self._busy_domain[job.domain] -= 1
+        self._busy_bucket[job.bucket] -= 1
+        if not self._busy_bucket[job.bucket]:
+            del self._busy_bucket[job.bucket]
+
+    def _finish(self, job: JobRecord) -> None:
+        if job.worker:
+            self._stop(job)
+        del self.jobs[job.job_id]
+        self.finished += 1
+
+    def _fail(self, job: JobRecord, reason: str) -> list[Action]:
+        self._finish(job)
+        self.outcomes["infra"] += 1
+        text = f"job {job.job_id}: {reason}"
+        return [FailJob(job.requester, job.job_id, reason), DropJob(job.job_id), Note(text)]

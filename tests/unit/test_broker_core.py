@@ -1,0 +1,301 @@
+"""The broker's core, case by case: lanes, late answers, learners that come and go, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from temper.broker import events as ev
+from temper.broker.core import BrokerCore
+from temper.common import schema
+from temper.common.config import Pacing, Recipe, Run
+
+
+class Desk:
+    """A core with a learner, driven by hand."""
+
+    def __init__(self, recipe: Recipe | None = None, **pacing: object) -> None:
+        defaults = {"groups_per_step": 2, "samples_per_group": 2, "max_staleness": 0, **pacing}
+        self.core = BrokerCore(recipe or Recipe(run=Run(max_steps=10), pacing=Pacing(**defaults)))  # type: ignore[arg-type]
+        self.now = 0.0
+        self.tell(ev.Joined("learner", "learner", "learner"))
+
+    def tell(self, event: ev.Event) -> list[ev.Action]:
+        return self.core.on(event, self.now)
+
+    def say(self, body: schema.Body, peer: str = "learner") -> list[ev.Action]:
+        return self.tell(ev.Received(peer, body))
+
+    def ready(self, lineage: int = 1, resumed: int | None = None, version: int = 0) -> list[ev.Action]:
+        return self.say(schema.LearnerReady(lineage, resumed, version, version))
+
+    def phase(self, name: str = "train", groups: int = 2, samples: int = 2) -> list[ev.Action]:
+        return self.say(schema.Phase(name, {"a": (0, 1.0)}, groups, samples))  # type: ignore[arg-type]
+
+    def actor(self, name: str = "actor", slots: int = 8, role: str = "actor") -> list[ev.Action]:
+        return self.tell(ev.Joined(name, role, name, slots))  # type: ignore[arg-type]
+
+    def samples(
+        self, lease: schema.Lease, rewards: Iterable[float | None] = (1.0, 0.0), peer: str = "actor"
+    ) -> list[ev.Action]:
+        metas = tuple(
+            schema.SampleMeta(i, "stop", r, None if r is None else r > 0, {}, "ok", [])
+            for i, r in zip(lease.indices, rewards, strict=False)
+        )
+        return self.tell(ev.SamplesArrived(peer, lease.lease_id, lease.attempt, metas, 100))
+
+
+def leases(actions: list[ev.Action]) -> list[schema.Lease]:
+    return [action.lease for action in actions if isinstance(action, ev.SendLease)]
+
+
+def delivered(actions: list[ev.Action]) -> list[int]:
+    return [action.group_id for action in actions if isinstance(action, ev.Deliver)]
+
+
+def test_nothing_is_leased_before_learner_and_phase() -> None:
+    desk = Desk()
+    assert leases(desk.actor()) == []
+    assert leases(desk.ready()) == []
+    assert len(leases(desk.phase())) == 2
+
+
+def test_groups_reach_the_learner_only_as_it_asks() -> None:
+    desk = Desk()
+    desk.actor()
+    desk.ready()
+    one, two = leases(desk.phase())
+    assert delivered(desk.samples(one)) == []
+    assert delivered(desk.say(schema.Demand("train", 1))) == [one.lease_id]
+    assert delivered(desk.samples(two)) == []
+    assert delivered(desk.say(schema.Demand("train", 1))) == [two.lease_id]
+    again = leases(desk.say(schema.Done(0, [one.lease_id, two.lease_id], {}, True)))
+    assert [lease.min_version for lease in again] == [1, 1]
+
+
+def test_an_infra_sample_is_outside_the_group_but_the_group_is_trained() -> None:
+    desk = Desk(infra_attempts=1, samples_per_group=4, groups_per_step=1)
+    desk.actor()
+    desk.ready()
+    (lease,) = leases(desk.phase(groups=1, samples=4))
+    desk.say(schema.Demand("train", 1))
+    assert delivered(desk.samples(lease, (1.0, 0.0, 1.0))) == []
+    back = schema.Return(lease.lease_id, lease.attempt, "infra", "sandbox gone")
+    assert delivered(desk.say(back, "actor")) == [lease.lease_id]
+    assert desk.core.leases.leases[lease.lease_id].filled == (3,)
+
+
+def test_fewer_than_two_scored_samples_are_void_infra_and_replaced() -> None:
+    desk = Desk(groups_per_step=1)
+    desk.actor()
+    desk.ready()
+    (lease,) = leases(desk.phase(groups=1))
+    (replacement,) = leases(desk.samples(lease, (1.0, None)))
+    assert desk.core.groups.voids["train"] == {"infra": 1}
+    assert replacement.lease_id == lease.lease_id + 1
+
+
+def test_no_contrast_is_decided_on_raw_correctness_not_on_shaped_rewards() -> None:
+    desk = Desk(dynamic_sampling=True, groups_per_step=1)
+    desk.actor()
+    desk.ready()
+    (lease,) = leases(desk.phase(groups=1))
+    desk.samples(lease, (1.0, 0.25))  # both right, one with a length penalty
+    assert desk.core.groups.voids["train"] == {"no contrast": 1}
+
+
+def test_a_clean_return_costs_no_attempt_and_goes_out_before_new_leases() -> None:
+    desk = Desk(task_attempts=1, infra_attempts=1)
+    desk.actor("one", 2)
+    desk.ready()
+    first, _ = leases(desk.phase())
+    desk.actor("two", 2)
+    (again,) = leases(desk.say(schema.Return(first.lease_id, 1, "drain", ""), "one"))
+    assert (again.lease_id, again.attempt, again.task_seed) == (first.lease_id, 2, first.task_seed)
+
+
+def test_waiting_for_weights_has_its_own_deadline_and_is_no_failure() -> None:
+    desk = Desk(weights_timeout_s=5.0, lease_timeout_s=50.0, infra_attempts=1, groups_per_step=1)
+    desk.actor()
+    desk.ready()
+    desk.phase(groups=1)
+    desk.now = 6.0
+    (again,) = leases(desk.tell(ev.Tick()))
+    assert again.attempt == 2
+    desk.say(schema.Touch(again.lease_id, 2), "actor")
+    desk.now = 12.0
+    assert leases(desk.tell(ev.Tick())) == []
+    desk.now = 57.0
+    actions = desk.tell(ev.Tick())
+    assert desk.core.groups.voids["train"] == {"infra": 1}
+    assert any(isinstance(a, ev.RefuseAttempt) and a.attempt == 2 for a in actions)
+
+
+def test_a_repeated_sample_message_is_acknowledged_and_not_stored_twice() -> None:
+    desk = Desk()
+    desk.actor()
+    desk.ready()
+    lease, _ = leases(desk.phase())
+    assert ev.Store(lease.lease_id, (0,)) in desk.samples(lease, (1.0,))
+    assert desk.samples(lease, (1.0,)) == [ev.Ignore(lease.lease_id, (0,))]
+    assert desk.core.groups.groups[lease.lease_id].samples == 1
+
+
+@pytest.mark.parametrize("indices", [[0, 0], [2], [70000]])
+def test_indices_that_the_attempt_does_not_have_are_refused(indices: list[int]) -> None:
+    desk = Desk()
+    desk.actor()
+    desk.ready()
+    lease, _ = leases(desk.phase())
+    metas = tuple(schema.SampleMeta(i, "stop", 1.0, True, {}, "ok", []) for i in indices)
+    (refusal,) = desk.tell(ev.SamplesArrived("actor", lease.lease_id, 1, metas, 1))
+    assert isinstance(refusal, ev.RefuseAttempt)
+    assert "missing are [0, 1]" in refusal.reason
+
+
+def test_the_attempt_of_another_peer_is_refused() -> None:
+    desk = Desk()
+    desk.actor("actor")
+    desk.ready()
+    lease, _ = leases(desk.phase())
+    desk.actor("thief")
+    (refusal,) = desk.samples(lease, peer="thief")
+    assert isinstance(refusal, ev.RefuseAttempt)
+    assert desk.say(schema.Return(lease.lease_id, 1, "task", "x"), "thief") == []
+    assert desk.core.leases.leases[lease.lease_id].out
+
+
+def test_demonstrations_complete_without_scores_and_end_with_the_warm_start() -> None:
+    desk = Desk()
+    desk.actor(slots=4)
+    desk.ready()
+    one, two = leases(desk.phase("warm"))
+    assert (one.lane, one.min_version) == ("demo", 0)
+    desk.say(schema.Demand("demo", 1))
+    assert delivered(desk.samples(one, (None, None))) == [one.lease_id]
+    desk.say(schema.Done(0, [one.lease_id], {}, False))
+    actions = desk.phase("train")
+    stopped = [action.lease_id for action in actions if isinstance(action, ev.RefuseAttempt)]
+    assert stopped == [two.lease_id, two.lease_id + 1]
+    train = leases(actions)
+    assert [lease.lane for lease in train] == ["train", "train"]
+    assert [lease.min_version for lease in train] == [1, 1]
+    assert desk.core.steps_done == 0
+    assert desk.core.groups.voids["demo"] == {"warm start over": 2}
+    late = desk.samples(two, (None, None))
+    assert isinstance(late[0], ev.RefuseAttempt)
+
+
+def test_the_eval_lane_is_pinned_uncounted_and_always_complete() -> None:
+    desk = Desk(task_attempts=1, infra_attempts=1)
+    desk.actor()
+    desk.ready()
+    assert len(leases(desk.phase())) == 2
+    assert leases(desk.say(schema.Evaluate(0, [("a", 0, 3)], 2))) == []  # no evaluator yet
+    held = leases(desk.actor("judge", 8, "eval"))
+    assert [(lease.lane, lease.pinned_version) for lease in held] == [("eval", 0)] * 3
+    assert delivered(desk.samples(held[0], (0.0, 0.0), "judge")) == [held[0].lease_id]
+    desk.samples(held[1], (1.0,), "judge")
+    partial = desk.say(schema.Return(held[1].lease_id, 1, "task", "template"), "judge")
+    assert ev.Deliver("learner", held[1].lease_id, "quarantined") in partial
+    lost = desk.say(schema.Return(held[2].lease_id, 1, "infra", "engine"), "judge")
+    assert ev.Deliver("learner", held[2].lease_id, "infra") in lost
+
+
+def test_an_evaluator_holds_one_version_at_a_time() -> None:
+    desk = Desk()
+    desk.ready()
+    desk.actor("judge", 8, "eval")
+    first = leases(desk.say(schema.Evaluate(0, [("a", 0, 2)], 1)))
+    assert leases(desk.say(schema.Evaluate(5, [("a", 0, 2)], 1))) == []
+    desk.samples(first[0], (1.0,), "judge")
+    second = leases(desk.samples(first[1], (1.0,), "judge"))
+    assert [lease.pinned_version for lease in second] == [5, 5]
+    assert [lease.task_seed for lease in second] == [lease.task_seed for lease in first]
+
+
+def test_a_new_learner_takes_back_attempts_and_queues_provisional_groups_in_the_old_order() -> None:
+    desk = Desk(max_staleness=2, batch_order="completion")
+    desk.actor(slots=20)
+    desk.ready()
+    out = leases(desk.phase())
+    assert len(out) == 6
+    for position in (3, 0, 4, 1):  # completion order
+        desk.samples(out[position])
+    desk.say(schema.Demand("train", 3))  # 3, 0, 4 are leased, 1 is queued
+    desk.say(schema.Done(0, [3, 0], {}, True))
+    desk.say(schema.Covered(1, 1, ""))
+    refused = desk.tell(ev.Left("learner", "crash"))
+    assert delivered(refused) == []
+    desk.tell(ev.Joined("heir", "learner", "heir"))
+    actions = desk.say(schema.LearnerReady(2, 0, 0, 0), "heir")
+    abandoned = [a.lease_id for a in actions if isinstance(a, ev.RefuseAttempt)]
+    assert abandoned == [lease.lease_id for lease in out[2:3] + out[5:]] + [6, 7]
+    phase = schema.Phase("train", {"a": (0, 1.0)}, 2, 2)
+    again = leases(desk.say(phase, "heir"))
+    assert {lease.lineage for lease in again} == {2}
+    assert delivered(desk.say(schema.Demand("train", 9), "heir")) == [4, 1]  # 3 and 0 are covered for ever
+
+
+def test_groups_trained_after_the_checkpoint_are_queued_again() -> None:
+    desk = Desk(groups_per_step=1, max_staleness=0)
+    desk.actor()
+    desk.ready()
+    desk.phase(groups=1)
+    for version in range(3):
+        desk.say(schema.Demand("train", 1))
+        (record,) = (r for r in desk.core.leases.leases.values() if r.out)
+        metas = tuple(schema.SampleMeta(i, "stop", float(i), bool(i), {}, "ok", []) for i in range(2))
+        desk.tell(ev.SamplesArrived("actor", record.lease_id, record.attempt, metas, 1))
+        desk.say(schema.Done(version, [record.lease_id], {}, True))
+    desk.say(schema.Covered(1, 0, ""))
+    desk.ready(lineage=2, resumed=1, version=1)
+    assert leases(desk.phase(groups=1)) == []  # two groups wait, nothing new is begun
+    assert delivered(desk.say(schema.Demand("train", 2))) == [1, 2]
+
+
+def test_a_second_learner_is_refused_and_the_first_goes_on() -> None:
+    desk = Desk()
+    desk.ready()
+    (refusal,) = desk.tell(ev.Joined("rival", "learner", "rival"))
+    assert refusal == ev.RefusePeer("rival", "role_taken", "this run already has a learner: learner")
+    assert desk.say(schema.RunOver("mine now", 0), "rival") == []
+    assert desk.core.over is None
+
+
+def test_a_learner_that_reconnects_gets_what_became_ready_meanwhile() -> None:
+    desk = Desk()
+    desk.actor()
+    desk.ready()
+    lease, _ = leases(desk.phase())
+    desk.say(schema.Demand("train", 1))
+    desk.tell(ev.Left("learner", "silent"))
+    assert delivered(desk.samples(lease)) == []
+    assert delivered(desk.tell(ev.Joined("learner", "learner", "learner"))) == [lease.lease_id]
+
+
+def test_a_role_that_speaks_out_of_turn_is_closed_and_its_leases_go_out_again() -> None:
+    desk = Desk()
+    desk.actor("one", 2)
+    desk.actor("two", 2)
+    desk.ready()
+    desk.phase()
+    holder = next(iter(desk.core.leases.held))
+    other = {"one": "two", "two": "one"}[holder]
+    actions = desk.say(schema.RunOver("stop", 0), holder)
+    assert ev.RefusePeer(holder, "malformed", "RunOver came from a peer of role actor") in actions
+    assert {a.peer for a in actions if isinstance(a, ev.SendLease)} == {other}
+    assert desk.core.over is None
+
+
+def test_the_end_voids_what_is_left_with_its_reason() -> None:
+    desk = Desk(max_staleness=1)
+    desk.actor()
+    desk.ready()
+    out = leases(desk.phase())
+    desk.samples(out[0])
+    actions = desk.say(schema.RunOver("max_steps reached", 0))
+    assert actions[-1] == ev.Finish("max_steps reached", 0)
+    assert desk.core.groups.voids["train"] == {"run over": 4}
+    assert desk.core.leases.counts["train"] == {"created": 4, "in flight": 0, "accepted": 1, "cancelled": 3}
+    assert leases(desk.actor("late")) == []
