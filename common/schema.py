@@ -64,6 +64,8 @@ class Hello(Body, frozen=True):
     slots: int = 0
     domains: dict[str, str] = field(default_factory=dict)
     received: int = 0  # highest sequence received from the broker on this socket (resume after a broker restart)
+    limit_messages: int = 0  # credit the broker has to begin with, cumulative like an Ack's
+    limit_bytes: int = 0
 
 
 class Welcome(Body, frozen=True):

@@ -1,0 +1,250 @@
+"""`Channel`: what makes one direction pair of one socket with one peer reliable. Pure: no socket, no clock of its own.
+
+Guarantees, whatever the transport drops, repeats, delays or reorders, as long as something gets through:
+every message sent is delivered once and in order, and no more messages or bytes are under way than the receiver
+allowed. It holds values of type `T` (frames, usually) in its resend window until they are acknowledged.
+
+- Sequences start at 1 and count the sender's messages since the handshake.
+- Credit is cumulative: an acknowledgement carries how many messages and bytes may have been sent *in all*, so a lost
+  one costs nothing. A resend uses the credit of the original.
+- A receiver that sees a hole asks for everything after its cursor again (go-back-N). Nothing acknowledged for
+  `resend_s`: the last message goes out again, which uncovers a hole or a lost acknowledgement; the wait doubles up to
+  `RESEND_LIMIT_S`. Acknowledgements are repeated every `REFRESH_S`.
+
+Called by ``pump.Router`` (one for each peer) and ``peer.Peer`` (one for each socket).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from enum import Enum
+from typing import Generic, TypeVar
+
+from temper.common.errors import ProtocolError
+from temper.common.schema import Ack
+
+T = TypeVar("T")
+
+WINDOW_MESSAGES = 1024
+WINDOW_BYTES = 64 * 1024 * 1024
+RESEND_S = 1.0
+RESEND_LIMIT_S = 8.0
+REFRESH_S = 5.0
+
+
+class Arrival(Enum):
+    """What to do with a message that arrived: take it, drop a repeat, drop what follows a hole."""
+
+    DELIVER = 1
+    DUPLICATE = 2
+    GAP = 3
+
+
+DELIVER, DUPLICATE, GAP = Arrival.DELIVER, Arrival.DUPLICATE, Arrival.GAP
+
+
+class Channel(Generic[T]):
+    """Both directions with one peer. `window_messages` and `window_bytes` are what it lets the other side have under
+    way; the other side's limits arrive with its handshake (`grant`) and its acknowledgements."""
+
+    __slots__ = (
+        "_arrived_bytes",
+        "_gap",
+        "_gap_answered",
+        "_pending",
+        "_refresh_at",
+        "_released_bytes",
+        "_released_messages",
+        "_resend_at",
+        "_resend_s",
+        "_wait_s",
+        "_window",
+        "ack_due",
+        "acked",
+        "acknowledged",
+        "largest_bytes",
+        "limit_bytes",
+        "limit_messages",
+        "received",
+        "sent",
+        "sent_bytes",
+        "window_bytes",
+        "window_messages",
+    )
+
+    def __init__(
+        self,
+        window_messages: int = WINDOW_MESSAGES,
+        window_bytes: int = WINDOW_BYTES,
+        resend_s: float = RESEND_S,
+    ) -> None:
+        self.window_messages = window_messages
+        self.window_bytes = window_bytes
+        self._resend_s = resend_s
+        self._window: deque[tuple[T, int]] = deque()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.sent = 0  # last sequence given out
+        self.sent_bytes = 0
+        self.acked = 0  # last of ours the peer acknowledged
+        self.limit_messages = 0
+        self.limit_bytes = 0
+        self.largest_bytes = 0  # the peer's whole window: no message may exceed it
+        self._wait_s = self._resend_s
+        self._resend_at = float("inf")
+        self._gap_answered = (-1, 0.0)  # cursor and time of the last go-back
+        self.received = 0  # last of the peer's that arrived in order
+        self.acknowledged = 0  # last of the peer's that we acknowledged
+        self._arrived_bytes = 0
+        self._pending: deque[int] = deque()  # sizes of what arrived and is not acknowledged
+        self._released_messages = 0
+        self._released_bytes = 0
+        self._gap = False
+        self.ack_due = False
+        self._refresh_at = float("inf")
+
+    # ------------------------------------------------------------ sending
+
+    @property
+    def unacked(self) -> int:
+        """How many messages are in the resend window."""
+        return len(self._window)
+
+    @property
+    def unacked_bytes(self) -> int:
+        """How many bytes the resend window holds."""
+        return sum(size for _, size in self._window)
+
+    def grant(self, limit_messages: int, limit_bytes: int) -> None:
+        """Take the peer's cumulative limits; they never shrink. The first ones are its window."""
+        self.largest_bytes = self.largest_bytes or limit_bytes
+        self.limit_messages = max(self.limit_messages, limit_messages)
+        self.limit_bytes = max(self.limit_bytes, limit_bytes)
+
+    def may_send(self, size: int) -> bool:
+        """True if a message of `size` bytes is within the peer's credit."""
+        return self.sent < self.limit_messages and self.sent_bytes + size <= self.limit_bytes
+
+    def send(self, message: T, size: int, now: float) -> int:
+        """Take `message` into the window; its sequence. The caller asked `may_send` and transmits it."""
+        if not self.may_send(size):
+            raise AssertionError(f"send of {size} bytes beyond the peer's credit")
+        if not self._window:
+            self._wait_s = self._resend_s
+            self._resend_at = now + self._wait_s
+        self.sent += 1
+        self.sent_bytes += size
+        self._window.append((message, size))
+        return self.sent
+
+    def on_ack(self, ack: Ack, now: float) -> bool:
+        """Take an acknowledgement; True if everything in the window must go out again (`resend`).
+
+        ProtocolError if it acknowledges what was never sent.
+        """
+        if ack.received > self.sent or ack.received < 0:
+            raise ProtocolError(f"acknowledged message {ack.received}, but {self.sent} were sent")
+        if ack.received > self.acked:
+            for _ in range(ack.received - self.acked):
+                self._window.popleft()
+            self.acked = ack.received
+            self._wait_s = self._resend_s
+            self._resend_at = now + self._wait_s if self._window else float("inf")
+        self.grant(ack.limit_messages, ack.limit_bytes)
+        if not ack.gap or ack.received != self.acked or not self._window:
+            return False
+        cursor, at = self._gap_answered
+        if cursor == self.acked and now < at + self._resend_s:
+            return False  # the answer to this hole is already under way
+        self._gap_answered = (self.acked, now)
+        return True
+
+    def resend(self) -> Iterator[tuple[int, T]]:
+        """(sequence, message) of everything in the window, oldest first."""
+        for offset, (message, _) in enumerate(self._window, 1):
+            yield self.acked + offset, message
+
+    def poll(self, now: float) -> tuple[int, T] | None:
+        """Call about every second. What to transmit again, if an acknowledgement is overdue; may set `ack_due`."""
+        if now >= self._refresh_at:
+            self.ack_due = True
+        if not self._window or now < self._resend_at:
+            return None
+        self._wait_s = min(self._wait_s * 2, max(RESEND_LIMIT_S, self._resend_s))
+        self._resend_at = now + self._wait_s
+        return self.sent, self._window[-1][0]
+
+    def restart(self, limit_messages: int, limit_bytes: int, now: float) -> Iterator[tuple[int, T]]:
+        """The peer is a new incarnation that knows nothing of us: number what is unacknowledged from 1 again, forget
+        the receive cursor, and return what to transmit."""
+        self._reset()
+        self.grant(limit_messages, limit_bytes)
+        self.sent = len(self._window)
+        self.sent_bytes = self.unacked_bytes
+        if self._window:
+            self._resend_at = now + self._wait_s
+        return self.resend()
+
+    # ------------------------------------------------------------ receiving
+
+    @property
+    def allowed_messages(self) -> int:
+        """How many messages the peer may have sent in all."""
+        return self._released_messages + self.window_messages
+
+    @property
+    def allowed_bytes(self) -> int:
+        """How many bytes the peer may have sent in all."""
+        return self._released_bytes + self.window_bytes
+
+    @property
+    def pending(self) -> int:
+        """How many delivered messages are not acknowledged yet."""
+        return len(self._pending)
+
+    def arrive(self, sequence: int, size: int) -> Arrival:
+        """What to do with a message that arrived. ProtocolError if it exceeds the credit it had."""
+        if sequence != self.received + 1:
+            self.ack_due = True
+            if sequence <= self.received:
+                return DUPLICATE
+            self._gap = True
+            return GAP
+        if sequence > self.allowed_messages or self._arrived_bytes + size > self.allowed_bytes:
+            raise ProtocolError(
+                f"message {sequence} ({self._arrived_bytes + size} bytes in all) exceeds the credit of "
+                f"{self.allowed_messages} messages, {self.allowed_bytes} bytes"
+            )
+        self.received = sequence
+        self._arrived_bytes += size
+        self._pending.append(size)
+        self._gap = False
+        return DELIVER
+
+    def acknowledge(self, sequence: int, release: bool = True) -> None:
+        """Everything up to `sequence` is taken (and durable, where that is promised). `release` gives its credit back at
+        once; else the caller does so later with `release`."""
+        if sequence > self.received:
+            raise AssertionError(f"acknowledge({sequence}), but {self.received} arrived")
+        while self.acknowledged < sequence:
+            self.acknowledged += 1
+            size = self._pending.popleft()
+            if release:
+                self._released_messages += 1
+                self._released_bytes += size
+            self.ack_due = True
+
+    def release(self, messages: int, size: int) -> None:
+        """Give credit back that `acknowledge(..., release=False)` kept."""
+        self._released_messages += messages
+        self._released_bytes += size
+        self.ack_due = True
+
+    def take_ack(self, now: float) -> Ack:
+        """The acknowledgement to send now; clears `ack_due`."""
+        gap, self._gap = self._gap, False
+        self.ack_due = False
+        self._refresh_at = now + REFRESH_S
+        return Ack(self.acknowledged, self.allowed_messages, self.allowed_bytes, gap)

@@ -1,0 +1,367 @@
+"""What every daemon does: start, be ready, drain, stop; one exit code; nothing waits or fails unseen.
+
+    class Worker(PeerDaemon):
+        def subscribe(self, peer):                 # handlers, before the connection is made
+            peer.on(Job, self.jobs.put_job)
+        async def setup(self):                     # connected: self.recipe, self.peer, self.welcome are there
+            ...
+        async def main(self):                      # READY; returning ends the daemon with exit code 0
+            self.spawn(self.reporter(), "reporter")        # an error in it ends the daemon within a second
+            job = await self.wait_for("broker: a job", self.jobs.get(), deadline_s=300)
+        async def drain(self, reason):             # SIGTERM, SIGINT or the broker's Drain: finish or return what you hold
+            ...                                    # main is cancelled when this returns
+    def main(argv):
+        ...
+        return run_daemon(Worker("sandbox", "sandbox-1", address))
+
+States STARTING -> READY -> DRAINING -> STOPPED | FAILED. The first signal drains, a second one exits at once. Exit codes:
+0 clean, 1 bug (with traceback), 2 configuration, 3 peer lost, 4 environment; the cause is the last line on stderr.
+READY is one line on stdout: ``READY actor-1 pid=123``. Errors of callbacks and forgotten tasks end the daemon too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import uvloop
+from temper.common import waiting
+from temper.common.config import Recipe
+from temper.common.errors import ConfigError, PeerLost, TemperError
+from temper.common.keys import load_peer
+from temper.common.log import log, name_process
+from temper.common.metrics import Meter
+from temper.common.peer import Peer, new_session
+from temper.common.process import BlockedLoopWatch, expected, follow_parent, leaves, orphaned, report
+from temper.common.schema import Drain, Hello, Metrics, Role, State, Version, Welcome
+
+T = TypeVar("T")
+
+TICK_S = 1.0
+ORPHAN_DRAIN_S = 5.0
+METRICS_IN_A_MESSAGE = 400
+
+
+class Daemon:
+    """Base of the broker; `PeerDaemon` is the base of everybody else."""
+
+    def __init__(self, role: str, name: str, *, drain_timeout_s: float = 20.0) -> None:
+        self.role = role
+        self.name = name
+        self.state: State = "STARTING"
+        self.version: Version | None = None
+        self.drain_timeout_s = drain_timeout_s
+        self.stall_timeout_s = float("inf")
+        self.last_progress = ""
+        self._progress_at = time.monotonic()
+        self._waits: dict[int, tuple[str, float]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopping: asyncio.Future[str] | None = None
+        self._failure: asyncio.Future[None] | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._cause: BaseException | None = None
+        self._watch: BlockedLoopWatch | None = None
+
+    # ------------------------------------------------------------ for subclasses to override
+
+    async def start(self) -> None:
+        """Before `setup`: PeerDaemon connects here."""
+
+    async def setup(self) -> None:
+        """Everything that must succeed before the daemon is READY."""
+
+    async def main(self) -> None:
+        """The work; returning ends the daemon cleanly."""
+        await asyncio.get_running_loop().create_future()
+
+    async def drain(self, reason: str) -> None:
+        """Finish or return what is held; has `drain_timeout_s`. `main` still runs meanwhile and is cancelled afterwards."""
+
+    async def close(self, exit_code: int, reason: str) -> None:
+        """Always called last, also after a failure."""
+
+    def tick(self) -> None:
+        """Called every second from READY's beginning to the end, in the loop."""
+
+    # ------------------------------------------------------------ for subclasses to call
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Run `work` beside `main`. Its error ends the daemon; it is cancelled when the daemon ends."""
+        if self._group is None:
+            raise AssertionError("spawn outside of run_daemon")
+        task = self._group.create_task(self._guarded(work), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def stop(self, reason: str) -> None:
+        """Begin to drain (once)."""
+        if self._stopping is not None and not self._stopping.done():
+            log(f"draining: {reason}")
+            self._stopping.set_result(reason)
+
+    def fail(self, error: BaseException) -> None:
+        """End the daemon with `error`."""
+        self._cause = self._cause or error
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    @property
+    def stopping(self) -> bool:
+        """True once the daemon drains or fails."""
+        return self.state in ("DRAINING", "STOPPED", "FAILED")
+
+    def progress(self, text: str) -> None:
+        """The work went on: shown in heartbeats with its age. From the first call on, `stall_timeout_s` without another
+        one, and without a `wait_for`, ends the daemon."""
+        self.last_progress = text
+        self._progress_at = time.monotonic()
+
+    @property
+    def waiting_for(self) -> str:
+        """What this daemon waits for now, longest first."""
+        now = time.monotonic()
+        return "; ".join(f"{what} ({now - since:.0f} s)" for what, since in self._waits.values() if now - since >= 1.0)
+
+    async def wait_for(self, what: str, awaitable: Awaitable[T], deadline_s: float) -> T:
+        """`waiting.wait_for`, shown in heartbeats too: `what` names whom one waits for and for what."""
+        key = id(awaitable)
+        self._waits[key] = (what, time.monotonic())
+        try:
+            return await waiting.wait_for(what, awaitable, deadline_s)
+        finally:
+            del self._waits[key]
+            self._progress_at = time.monotonic()
+
+    # ------------------------------------------------------------ the life of a daemon
+
+    async def _run(self) -> int:
+        loop = asyncio.get_running_loop()
+        self._stopping, self._failure = loop.create_future(), loop.create_future()
+        loop.set_exception_handler(self._on_loop_error)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        self._watch = BlockedLoopWatch()
+        code, reason = 0, "done"
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                self.spawn(self._sentinel(), "sentinel")
+                reason = await self._live()
+                for task in list(self._tasks):
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            cause = self._cause or errors
+            self.state = "FAILED"
+            code, reason = report(self.role, cause), str((leaves(cause) or [cause])[0])
+        finally:
+            self._watch.stop()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(5.0):
+                    await self.close(code, reason)
+        if code == 0:
+            self.state = "STOPPED"
+            log(f"stopped: {reason}")
+        return code
+
+    async def _live(self) -> str:
+        assert self._stopping is not None
+        begun = self.spawn(self._begin(), "start")
+        await waiting.first(begun, self._stopping)
+        if not begun.done():
+            begun.cancel()
+            return self._stopping.result()
+        begun.result()
+        self.state = "READY"
+        self._announce()
+        self._tick()
+        work = self.spawn(self.main(), "main")
+        await waiting.first(work, self._stopping)
+        if work.done():
+            work.result()
+            return "done"
+        reason = self._stopping.result()
+        self.state = "DRAINING"
+        self.tick()
+        budget_s = min(self.drain_timeout_s, ORPHAN_DRAIN_S) if orphaned() else self.drain_timeout_s
+        try:
+            async with asyncio.timeout(budget_s):
+                await self.drain(reason)
+        except TimeoutError:
+            log(f"draining took longer than {budget_s:.0f} s; stopping with work left: {self.waiting_for or 'unknown'}")
+        work.cancel()
+        return reason
+
+    async def _begin(self) -> None:
+        await self.start()
+        await self.setup()
+
+    async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except Exception as error:
+            self._cause = self._cause or error
+            raise
+
+    async def _sentinel(self) -> None:
+        assert self._failure is not None
+        await self._failure
+
+    def _announce(self) -> None:
+        log(f"ready (pid {os.getpid()})")
+        with contextlib.suppress(OSError, ValueError):
+            print(f"READY {self.name} pid={os.getpid()}", flush=True)
+
+    def _tick(self) -> None:
+        if self.state in ("STOPPED", "FAILED"):
+            return
+        asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        if self._watch is not None:
+            self._watch.beat()
+        self.tick()
+        age_s = time.monotonic() - self._progress_at
+        if self.last_progress and not self._waits and self.state == "READY" and age_s > self.stall_timeout_s:
+            self.fail(TemperError(f"no progress for {age_s:.0f} s; the last was: {self.last_progress}"))
+
+    def _on_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._stopping is None or self._stopping.done():
+            log(f"second signal ({name}): exiting at once")
+            os._exit(128 + number)
+        self.stop("the process that started this one is gone" if orphaned() else name)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, Exception):
+            self.fail(error)
+        else:
+            log(f"event loop: {context.get('message')}")
+
+
+class PeerDaemon(Daemon):
+    """A daemon that connects out to the broker. After `start`: `peer`, `welcome`, `recipe`, `meter`."""
+
+    def __init__(
+        self,
+        role: Role,
+        name: str,
+        address: str,
+        *,
+        key_file: str | None = None,
+        slots: int = 0,
+        domains: Mapping[str, str] | None = None,
+        connect_timeout_s: float = 300.0,
+        run_id: str | None = None,
+    ) -> None:
+        super().__init__(role, name)
+        self.address = address
+        self.key_file = key_file
+        self.connect_timeout_s = connect_timeout_s
+        self.hello = Hello(
+            role, name, new_session(), run_id, socket.gethostname(), os.getpid(), slots, dict(domains or {})
+        )
+        self.meter = Meter("actor" if role == "eval" else role)
+        self._peer: Peer | None = None
+        self._welcome: Welcome | None = None
+        self._recipe: Recipe | None = None
+
+    def subscribe(self, peer: Peer) -> None:
+        """Override: register handlers with ``peer.on``, before the connection is made."""
+
+    @property
+    def peer(self) -> Peer:
+        """The connection."""
+        return _there(self._peer)
+
+    @property
+    def welcome(self) -> Welcome:
+        """The broker's answer."""
+        return _there(self._welcome)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The run's recipe, from the broker."""
+        return _there(self._recipe)
+
+    async def start(self) -> None:
+        """Connect; everything that the broker tells is there afterwards."""
+        keys = load_peer(Path(self.key_file)) if self.key_file else None
+        self._peer = Peer(self.address, self.hello, keys=keys)
+        self._peer.on(Drain, self._on_drain)
+        self.subscribe(self._peer)
+        self._welcome = await self._peer.open(self.connect_timeout_s)
+        self.spawn(self._watch_broker(self._peer), "broker watch")
+        self._recipe = parse_recipe(self._welcome.recipe)
+        self.drain_timeout_s = self._recipe.run.drain_timeout_s
+        self.stall_timeout_s = self._recipe.run.stall_timeout_s
+        log(f"connected to the broker at {self.address}, run {self._welcome.run_id}")
+
+    async def close(self, exit_code: int, reason: str) -> None:
+        """Goodbye."""
+        if self._peer is not None:
+            await self._peer.close(reason[:1000], exit_code)
+
+    def tick(self) -> None:
+        """Heartbeat contents and one tick of metrics."""
+        if self._peer is None or self._peer.over:
+            return
+        self._peer.beat(self.state, self.last_progress[:500], self.waiting_for[:500], self.version)
+        for message in metrics_of(self.name, self.meter):
+            self._peer.post(message)
+
+    def _on_drain(self, drain: Drain, frames: list[memoryview]) -> None:
+        self.drain_timeout_s = min(self.drain_timeout_s, drain.deadline_s)
+        self.stop(drain.reason)
+
+    async def _watch_broker(self, peer: Peer) -> None:
+        await waiting.first(peer.lost)  # which is not cancelled with this task
+        raise peer.fault or PeerLost("the connection was closed")
+
+
+def _there(value: T | None) -> T:
+    if value is None:
+        raise AssertionError("not connected yet: use this from setup() on")
+    return value
+
+
+def parse_recipe(text: str) -> Recipe:
+    """The recipe that a broker sent, as JSON."""
+    try:
+        return msgspec.json.decode(text, type=Recipe)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"the broker's recipe does not fit this installation: {error}: install the same version"
+        ) from error
+
+
+def metrics_of(source: str, meter: Meter) -> list[Metrics]:
+    """One tick of `meter`, in as many messages as its key set needs."""
+    counters, gauges = meter.tick()
+    keys = [(True, key) for key in counters] + [(False, key) for key in gauges]
+    messages = []
+    for start in range(0, max(len(keys), 1), METRICS_IN_A_MESSAGE):
+        part = keys[start : start + METRICS_IN_A_MESSAGE]
+        messages.append(
+            Metrics(source, {k: counters[k] for c, k in part if c}, {k: gauges[k] for c, k in part if not c})
+        )
+    return messages
+
+
+def run_daemon(daemon: Daemon, *, on_error: Callable[[BaseException], None] | None = None) -> int:
+    """Run `daemon` to its end; the exit code for ``sys.exit``."""
+    name_process(daemon.name)
+    try:
+        follow_parent()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(daemon._run())
+    except (TemperError, OSError) as error:
+        if expected(error) is None:
+            raise
+        return report(daemon.role, error)

@@ -1,0 +1,107 @@
+"""A daemon and its parent process, its signals' names and its last words. Linux only where it must be."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import os
+import signal
+import sys
+import threading
+import traceback
+
+from temper.common.errors import EnvironmentFault, TemperError
+from temper.common.log import clean, emit, log
+
+PARENT_VARIABLE = "TEMPER_PARENT_PID"
+_PR_SET_PDEATHSIG = 1
+BLOCKED_S = 2.0
+
+
+def follow_parent() -> None:
+    """If the parent asked for it (its pid in TEMPER_PARENT_PID): get SIGTERM when it dies, however it dies.
+
+    The kernel watches the *thread* that started this process, so a parent starts its children from its main thread.
+    """
+    parent = os.environ.get(PARENT_VARIABLE, "")
+    if not parent.isdigit() or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(parent):
+        raise EnvironmentFault(f"the process that started this one (pid {parent}) is gone")
+
+
+def orphaned() -> bool:
+    """True if this process was to follow a parent that is gone."""
+    parent = os.environ.get(PARENT_VARIABLE, "")
+    return parent.isdigit() and os.getppid() != int(parent)
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors inside (nested) exception groups, cancellations left out."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+    return [] if isinstance(error, asyncio.CancelledError) else [error]
+
+
+def expected(error: BaseException) -> TemperError | None:
+    """`error` as an expected one, None if it is a bug. A full disk is expected wherever it strikes."""
+    if isinstance(error, TemperError):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" ({error.filename})" if error.filename else ""
+        return EnvironmentFault(f"the disk is full{where}: free space or choose another run directory")
+    return None
+
+
+def report(role: str, error: BaseException) -> int:
+    """Write the cause to stderr, one line for an expected error, a traceback for a bug; the exit code."""
+    found = leaves(error)
+    bugs = [leaf for leaf in found if expected(leaf) is None]
+    cause = bugs[0] if bugs else (found[0] if found else error)
+    known = expected(cause)
+    if known is not None:
+        emit(f"temper {role}: {clean(str(known))}\n")
+        return known.exit_code
+    for line in "".join(traceback.format_exception(cause)).splitlines():
+        emit(clean(line) + "\n")
+    emit(f"temper {role}: a bug: {clean(f'{type(cause).__name__}: {cause}')}\n")
+    return 1
+
+
+class BlockedLoopWatch:
+    """Notices, from a thread, that the event loop stands still, and logs where. `beat` is called from the loop."""
+
+    def __init__(self) -> None:
+        self._beats = 0
+        self._stopped = threading.Event()
+        self._main = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, name="blocked-loop-watch", daemon=True)
+        self._thread.start()
+
+    def beat(self) -> None:
+        """The loop is alive."""
+        self._beats += 1
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        seen, blocked_s = self._beats, 0.0
+        while not self._stopped.wait(BLOCKED_S):
+            if self._beats != seen:
+                seen, blocked_s = self._beats, 0.0
+                continue
+            blocked_s += BLOCKED_S
+            if blocked_s in (BLOCKED_S, 5 * BLOCKED_S, 15 * BLOCKED_S):
+                log(f"the event loop has stood still for {blocked_s:.0f} s in {self._where()}")
+
+    def _where(self) -> str:
+        frame = sys._current_frames().get(self._main)
+        if frame is None:
+            return "an unknown place"
+        calls = traceback.extract_stack(frame)[-3:]
+        return " > ".join(f"{os.path.basename(call.filename)}:{call.lineno} {call.name}" for call in calls)

@@ -1,0 +1,377 @@
+"""`Router`: the broker's end of one socket: handshakes, delivery in order, credit, heartbeats, and nobody hurt by others.
+
+    router = Router("ipc:///run/temper", "control", on_batch, on_closed, welcome=welcome)
+
+    def welcome(peer, hello):          # a new peer: let it in (recipe etc.; the Router fills limits in) or say why not
+        return Welcome(run_id, recipe, lineage=0, heartbeat_s=1.0)
+    def on_batch(deliveries):          # everything one loop turn brought, in order within a peer
+        for d in deliveries:           # d.peer, d.body, d.frames, d.kind, d.sequence, d.header, d.raw_meta
+            ...
+        ledger.commit()                # then, now or later:
+        for d in deliveries:
+            router.acknowledge(d.peer, d.sequence)
+    def on_closed(peer, reason): ...   # refused, silent or shut out: it will not come back under this id
+
+    router.send(peer, Lease(...)); router.forward(peer, d.kind, d.raw_meta, d.frames)   # the latter uncopied, undecoded
+
+Guarantees: a reliable message reaches `on_batch` once and in order; no call here blocks; what a peer sends malformed
+closes that peer alone with a typed `Refused`; a peer that takes nothing is closed once its queue is full (`backlog`);
+memory for each peer is bounded. Peer ids are routing ids: random, the same on both sockets of a process.
+An exception from a callback is a bug and goes to the loop's exception handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from temper.common.admission import Admission
+from temper.common.credit import DELIVER, WINDOW_BYTES, WINDOW_MESSAGES, Channel
+from temper.common.errors import ProtocolError
+from temper.common.keys import BrokerKeys
+from temper.common.link import Link
+from temper.common.schema import Ack, Body, Heartbeat, Hello, Refused, State, Version, Welcome
+from temper.common.session import Backlogged, Outgoing, Session, check, check_kind, decode
+from temper.common.sockets import SocketKind, bind, new_epoch, parse_address
+from temper.common.wire import Header, pack_meta
+
+PeerId = bytes
+
+HEARTBEAT_S = 1.0
+SILENCE_S = 30.0
+TURN_MESSAGES = 512
+TURN_BYTES = 32 * 1024 * 1024
+PEERS = 4096
+CLOSED_REMEMBERED = 4096
+
+
+class Delivery:
+    """One message. `frames` are bytes or, from 64 KiB on, zmq.Frames (buffer protocol), as they came.
+
+    `body` is decoded and checked already, except for the Router's `lazy` kinds: there it is decoded on first use and
+    may raise ProtocolError (then call `refuse`). `sequence` is 0 for transient messages, which need no acknowledgement.
+    """
+
+    __slots__ = ("_body", "frames", "header", "peer", "raw_meta", "type")
+
+    def __init__(self, peer: PeerId, kind: type[Body], header: Header, raw_meta: bytes, frames: list[Any]) -> None:
+        self.peer = peer
+        self.type = kind
+        self.header = header
+        self.raw_meta = raw_meta
+        self.frames = frames
+        self._body: Body | None = None
+
+    @property
+    def body(self) -> Any:
+        """The typed body."""
+        if self._body is None:
+            self._body = decode(self.type, self.raw_meta)
+        return self._body
+
+    @property
+    def kind(self) -> int:
+        """The number of its kind."""
+        return self.header.kind
+
+    @property
+    def sequence(self) -> int:
+        """What to acknowledge; 0 for a transient message."""
+        return self.header.sequence
+
+
+class _Remote:
+    """What a Router knows of one peer."""
+
+    __slots__ = ("epoch", "heard_at", "hello", "id", "session", "user", "welcome")
+
+    def __init__(self, session: Session, epoch: int, hello: Hello, welcome: Welcome, user: str) -> None:
+        self.id = session.peer
+        self.epoch = epoch
+        self.hello = hello
+        self.welcome = welcome
+        self.session = session
+        self.user = user
+        self.heard_at = 0.0
+
+
+class Router:
+    """One bound ROUTER socket. Make it inside a running loop; `close` it. See the module's text for its use."""
+
+    def __init__(
+        self,
+        address: str,
+        kind: SocketKind,
+        on_batch: Callable[[list[Delivery]], None],
+        on_closed: Callable[[PeerId, str], None],
+        *,
+        welcome: Callable[[PeerId, Hello], Welcome | Refused],
+        on_room: Callable[[PeerId], None] | None = None,
+        keys: BrokerKeys | None = None,
+        lazy: frozenset[int] = frozenset(),
+        epoch: int = 0,
+        window_messages: int = WINDOW_MESSAGES,
+        window_bytes: int = WINDOW_BYTES,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """`on_room(peer)`: what had to queue for that peer has all been sent. `lazy`: kinds delivered undecoded.
+
+        EnvironmentFault if the place is taken, ConfigError for TCP without keys.
+        """
+        self.kind = kind
+        self.epoch = epoch or new_epoch()
+        self._on_batch = on_batch
+        self._on_closed = on_closed
+        self._on_room = on_room
+        self._welcome = welcome
+        self._lazy = lazy
+        self._window = (window_messages, window_bytes)
+        self._silence_s = silence_s
+        self._loop = asyncio.get_running_loop()
+        self._peers: dict[PeerId, _Remote] = {}
+        self._closed: OrderedDict[PeerId, Refused] = OrderedDict()
+        self._answered: set[PeerId] = set()  # strangers that got their answer since the last tick
+        self._due: set[_Remote] = set()
+        self._flush_scheduled = False
+        self._beat = Heartbeat("STARTING")
+        self._keys = keys
+        self._bound = bind(parse_address(address), kind, keys)
+        self._admission = Admission.of(keys) if keys is not None else None
+        self._link = Link(self._bound.socket, self._drain)
+        self._ticked_at = self._loop.time()
+        self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
+
+    # ------------------------------------------------------------ what the broker calls
+
+    @property
+    def peers(self) -> dict[PeerId, Hello]:
+        """Everybody connected now."""
+        return {peer: remote.hello for peer, remote in self._peers.items()}
+
+    def send(self, peer: PeerId, body: Body, frames: Sequence[Any] = (), version: int = 0) -> bool:
+        """Send within the peer's credit, queue beyond it. False if the peer is gone (it was reported closed) or if a
+        transient message could not leave now. A peer whose queue is full is closed.
+
+        `frames` are not copied from 64 KiB on: don't write to them afterwards.
+        """
+        remote = self._peers.get(peer)
+        if remote is None:
+            return False
+        if not body.RELIABLE:
+            return remote.session.transient(body, frames, version)
+        return self._reliable(remote, Outgoing(body.KIND, pack_meta(body), frames, version))
+
+    def forward(self, peer: PeerId, kind: int, raw_meta: bytes, frames: Sequence[Any], version: int = 0) -> bool:
+        """`send` for a reliable message that is encoded already, for example one just delivered."""
+        remote = self._peers.get(peer)
+        return remote is not None and self._reliable(remote, Outgoing(kind, raw_meta, frames, version))
+
+    def acknowledge(self, peer: PeerId, sequence: int, release: bool = True) -> None:
+        """Everything from `peer` up to `sequence` is taken and as durable as it must be. Sent once a loop turn.
+
+        With `release` False the peer's credit stays used until `release` gives it back: that is how a full queue stops
+        its producers.
+        """
+        remote = self._peers.get(peer)
+        if remote is None:
+            return
+        remote.session.channel.acknowledge(sequence, release)
+        self._owe(remote)
+
+    def release(self, peer: PeerId, messages: int, size: int) -> None:
+        """Give credit back for `messages` acknowledged with ``release=False``, `size` bytes in all (header.size each)."""
+        remote = self._peers.get(peer)
+        if remote is not None:
+            remote.session.channel.release(messages, size)
+            self._owe(remote)
+
+    def backlog(self, peer: PeerId) -> tuple[int, int]:
+        """(messages, bytes) that wait for the peer's credit; (0, 0) for one that is gone."""
+        remote = self._peers.get(peer)
+        return (remote.session.queued, remote.session.queued_bytes) if remote is not None else (0, 0)
+
+    def unacknowledged(self, peer: PeerId) -> int:
+        """Messages sent to the peer that it has not acknowledged."""
+        remote = self._peers.get(peer)
+        return remote.session.channel.unacked if remote is not None else 0
+
+    def heard(self, peer: PeerId) -> float:
+        """Seconds since the peer was last heard; 0 for one that is gone."""
+        remote = self._peers.get(peer)
+        return self._loop.time() - remote.heard_at if remote is not None else 0.0
+
+    def beat(self, state: State, progress: str = "", waiting_for: str = "", version: Version | None = None) -> None:
+        """What the next heartbeats to all peers say."""
+        self._beat = Heartbeat(state, progress, 0.0, waiting_for, version)
+
+    def refuse(self, peer: PeerId, code: str, reason: str) -> None:
+        """Tell the peer why, then forget it; `on_closed` is called if it was let in."""
+        answer = Refused(code, reason)
+        self._remember(peer, answer)
+        self._answer(peer, answer)
+        if self._peers.pop(peer, None) is not None:
+            self._on_closed(peer, reason)
+
+    def forget(self, peer: PeerId, reason: str = "the session was closed") -> None:
+        """Drop a peer that said goodbye, or whose other socket was closed; `on_closed` is not called."""
+        remote = self._peers.pop(peer, None)
+        if remote is not None:
+            remote.session.acknowledge(self._loop.time())
+            self._remember(peer, Refused("closed", reason))
+
+    def close(self, linger_ms: int = 200) -> None:
+        """Stop; what was sent gets `linger_ms` to leave."""
+        self._timer.cancel()
+        self._flush()
+        self._link.close()
+        self._bound.close(linger_ms)
+        if self._admission is not None:
+            self._admission.leave()
+            self._admission = None
+
+    # ------------------------------------------------------------ receiving
+
+    def _drain(self) -> bool:
+        batch: list[Delivery] = []
+        now = self._loop.time()
+        count = size = 0
+        while count < TURN_MESSAGES and size < TURN_BYTES:
+            parts = self._link.receive()
+            if parts is None:
+                break
+            count += 1
+            size += self._take(parts, batch, now)
+        if batch:
+            self._on_batch(batch)
+        self._flush()
+        return count >= TURN_MESSAGES or size >= TURN_BYTES
+
+    def _take(self, parts: list[Any], batch: list[Delivery], now: float) -> int:
+        peer = bytes(parts[0])
+        if peer in self._closed:
+            self._answer(peer, self._closed[peer])
+            return 0
+        remote = self._peers.get(peer)
+        try:
+            header = check(parts[1:])
+            kind = check_kind(header, self.kind == "bulk")
+            if kind is Hello:
+                self._greet(peer, remote, header, parts, now)
+            elif remote is None:
+                self._answer(peer, Refused("hello", "unknown peer: say hello first"))
+            elif header.epoch != remote.epoch:
+                raise ProtocolError(f"epoch {header.epoch}, but this peer said hello with {remote.epoch}")
+            else:
+                remote.heard_at = now
+                self._deliver(remote, kind, header, parts, batch)
+            return header.size
+        except ProtocolError as error:
+            self.refuse(peer, "malformed", str(error))
+            return 0
+
+    def _deliver(
+        self, remote: _Remote, kind: type[Body], header: Header, parts: list[Any], batch: list[Delivery]
+    ) -> None:
+        if kind is Ack:
+            ack = decode(Ack, parts[2])
+            assert isinstance(ack, Ack)
+            if remote.session.on_ack(ack, remote.heard_at) and self._on_room is not None:
+                self._on_room(remote.id)
+            return
+        delivery = Delivery(remote.id, kind, header, bytes(parts[2]), parts[3:])
+        if header.kind not in self._lazy:
+            _ = delivery.body  # malformed bodies end here
+        if header.sequence and remote.session.channel.arrive(header.sequence, header.size) is not DELIVER:
+            self._owe(remote)
+            return
+        batch.append(delivery)
+
+    def _greet(self, peer: PeerId, known: _Remote | None, header: Header, parts: list[Any], now: float) -> None:
+        hello = decode(Hello, parts[2])
+        assert isinstance(hello, Hello)
+        if known is not None and known.epoch == header.epoch:
+            known.heard_at = now
+            known.session.transient(self._welcome_of(known))
+            return
+        if known is not None:
+            raise ProtocolError(f"hello with epoch {header.epoch} on a connection that has epoch {known.epoch}")
+        if len(self._peers) >= PEERS:
+            self.refuse(peer, "overflow", f"the broker serves {PEERS} peers already")
+            return
+        answer = self._welcome(peer, hello)
+        if isinstance(answer, Refused):
+            self.refuse(peer, answer.code, answer.reason)
+            return
+        channel: Channel[Outgoing] = Channel(*self._window)
+        channel.grant(hello.limit_messages, hello.limit_bytes)
+        session = Session(self._link, peer, self.epoch, channel)
+        remote = _Remote(session, header.epoch, hello, answer, self._link.user() if self._keys else "")
+        remote.heard_at = now
+        self._peers[peer] = remote
+        session.transient(self._welcome_of(remote))
+
+    def _welcome_of(self, remote: _Remote) -> Welcome:
+        channel = remote.session.channel
+        return msgspec.structs.replace(
+            remote.welcome,
+            received=channel.acknowledged,
+            limit_messages=channel.allowed_messages,
+            limit_bytes=channel.allowed_bytes,
+        )
+
+    # ------------------------------------------------------------ sending
+
+    def _reliable(self, remote: _Remote, message: Outgoing) -> bool:
+        try:
+            remote.session.reliable(message, self._loop.time())
+        except Backlogged as error:
+            self.refuse(remote.id, "overflow", str(error))
+            return False
+        return True
+
+    def _answer(self, peer: PeerId, refused: Refused) -> None:
+        """Answer somebody without a session, at most once a tick."""
+        if peer not in self._answered and len(self._answered) < CLOSED_REMEMBERED:
+            self._answered.add(peer)
+            Session(self._link, peer, self.epoch, Channel()).transient(refused)
+
+    def _owe(self, remote: _Remote) -> None:
+        self._due.add(remote)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if self._due:
+            now = self._loop.time()
+            for remote in self._due:
+                if remote.id in self._peers:
+                    remote.session.acknowledge(now)
+            self._due.clear()
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        late = now - self._ticked_at - HEARTBEAT_S
+        self._ticked_at = now
+        self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
+        self._answered.clear()
+        for remote in list(self._peers.values()):
+            if late > HEARTBEAT_S:
+                remote.heard_at += late  # it was us who did not listen
+            remote.session.tick(now)
+            if self.kind == "control":
+                remote.session.transient(self._beat)
+                if now - remote.heard_at > self._silence_s:
+                    self.refuse(remote.id, "silent", f"silent for {self._silence_s:.0f} s")
+            if self._keys and self._admission and not self._admission.admits(self._keys, remote.user):
+                self.refuse(remote.id, "key", "the key of this peer was revoked")
+
+    def _remember(self, peer: PeerId, refused: Refused) -> None:
+        self._closed[peer] = refused
+        self._closed.move_to_end(peer)
+        if len(self._closed) > CLOSED_REMEMBERED:
+            self._closed.popitem(last=False)
