@@ -1,0 +1,251 @@
+"""Log-probabilities of a linear head without ever holding [tokens, vocabulary].
+
+``linear_logprob(hidden, weight, target)`` is ``log_softmax(hidden @ weight.T)[range, target]`` with fp32 accumulation, a
+bounded workspace in forward and backward, and gradients to hidden, weight and bias. Guarantees: a log-probability is
+never positive and the entropy stays in [0, ln V] (rounding is cut); rows whose upstream gradient is zero (prompt, masked,
+clipped) cost nothing in backward; the weight's gradient is summed in fp32 and cast once. Called by the learner's policy.
+Formulas: `reference.logits_of`, `reference.logprob_of`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from temper.kernels import linear_logprob_torch as chunked
+from temper.kernels.segments import check_cu_seqlens
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+SUPPORT_LIMIT = 4096  # most ids kept per row by top-p/top-k/min-p
+
+Support = tuple[Tensor, Tensor]
+Entropy = Literal["none", "value", "grad"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobOut:
+    """logprob f32[N] in nats (0 at ignored rows); entropy f32[N] or None; lse f32[N] of the scaled logits or None.
+
+    Accumulation and outputs are float64 when hidden and weight are float64.
+    """
+
+    logprob: Tensor
+    entropy: Tensor | None = None
+    lse: Tensor | None = None
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    valid_vocab: int | None = None,
+    entropy: Entropy = "none",
+    support: Support | None = None,
+    return_lse: bool = False,
+    group: dist.ProcessGroup | None = None,
+    backend: Literal["auto", "torch"] = "auto",
+) -> LogprobOut:
+    """log-probability of `target` under softmax(softcap(hidden weight^T + bias) / temperature).
+
+    hidden [N, H] float; weight [V, H] float (any strides, may be tied to an embedding); target i64/i32[N], `ignore_index`
+    marks rows that are skipped (logprob 0, no gradient); bias [V]. temperature > 0, scalar or f32[N], no gradient.
+    softcap c: c tanh(x / c) before the temperature. valid_vocab: ids from there on are padding and have probability 0.
+    entropy: none, value (no gradient), grad. support = (ids i32[M], cu i64[N+1]): the ids that top-p/top-k/min-p kept
+    for each row, so that truncated sampling is normalised over the same set; an empty row keeps the whole vocabulary; at
+    most SUPPORT_LIMIT ids a row. group: vocabulary-parallel ranks, each with an equal shard of weight (and bias) in rank
+    order and the same hidden and target; hidden's gradient is summed over them.
+    ValueError names the argument, what was found and what was expected.
+    """
+    if backend not in ("auto", "torch"):
+        raise ValueError(f"backend: found {backend!r}, expected auto or torch")
+    shards, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    _check_shapes(hidden, weight, target, bias, group)
+    vocabulary = weight.shape[0] * shards
+    valid = vocabulary if valid_vocab is None else valid_vocab
+    if not 0 < valid <= vocabulary:
+        raise ValueError(f"valid_vocab: found {valid}, expected 1..{vocabulary}, the rows of weight")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: found {softcap}, expected > 0 or None")
+    if entropy not in ("none", "value", "grad"):
+        raise ValueError(f"entropy: found {entropy!r}, expected none, value or grad")
+    scale = _check_temperature(temperature, hidden)
+    ignored = target == ignore_index
+    outside = ~ignored & ((target < 0) | (target >= valid))
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise ValueError(
+            f"target: found {int(target[row])} in row {row}, expected 0..{valid - 1} or ignore_index {ignore_index}"
+        )
+    if support is not None:
+        _check_support(support, target, ignored, valid)
+    logprob, ent, lse = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, target.long(), scale, ignored, softcap, valid, entropy, support, group, rank
+    )
+    return LogprobOut(logprob, None if entropy == "none" else ent, lse if return_lse else None)
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, group: Any) -> None:
+    if weight.dim() != 2 or not weight.is_floating_point() or weight.shape[0] == 0:
+        raise ValueError(f"weight: found {weight.dtype}{list(weight.shape)}, expected a float [vocabulary, hidden]")
+    if hidden.dim() != 2 or not hidden.is_floating_point() or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden: found {hidden.dtype}{list(hidden.shape)}, expected hidden states [tokens, {weight.shape[1]}] "
+            f"as weight {list(weight.shape)} needs (not logits)"
+        )
+    if target.shape != hidden.shape[:1] or target.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"target: found {target.dtype}{list(target.shape)}, expected i64[{hidden.shape[0]}]")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: found {list(bias.shape)}, expected [{weight.shape[0]}]")
+    if group is not None:
+        size = torch.tensor([weight.shape[0], -weight.shape[0]], device=hidden.device)
+        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=group)
+        if int(size[0]) != -int(size[1]):
+            raise ValueError(
+                f"weight: found shards of {-int(size[1])} to {int(size[0])} rows, expected equal ones (pad the vocabulary)"
+            )
+
+
+def _check_temperature(temperature: float | Tensor, hidden: Tensor) -> Tensor:
+    """f32[N] (expanded, no copy for a scalar)."""
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    value = torch.as_tensor(temperature, dtype=dtype, device=hidden.device).detach()
+    if value.dim() > 1 or (value.dim() == 1 and value.shape != hidden.shape[:1]):
+        raise ValueError(f"temperature: found shape {list(value.shape)}, expected a number or [{hidden.shape[0]}]")
+    if not bool(((value > 0) & value.isfinite()).all()):
+        raise ValueError(f"temperature: found {float(value.min()):g}, expected finite and > 0")
+    return value.expand(hidden.shape[0])
+
+
+def _check_support(support: Support, target: Tensor, ignored: Tensor, valid: int) -> None:
+    ids, cu = support
+    if ids.dim() != 1 or cu.shape != (target.shape[0] + 1,):
+        raise ValueError(
+            f"support: found ids {list(ids.shape)} and cu {list(cu.shape)}, expected (i32[ids], i64[{target.shape[0] + 1}])"
+        )
+    check_cu_seqlens(cu, ids.numel())
+    sizes = cu[1:] - cu[:-1]
+    if sizes.numel() and int(sizes.max()) > SUPPORT_LIMIT:
+        raise ValueError(
+            f"support: found a row with {int(sizes.max())} ids, expected at most {SUPPORT_LIMIT}: lower top_k or top_p"
+        )
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < valid:
+        raise ValueError(f"support: found ids {int(ids.min())}..{int(ids.max())}, expected 0..{valid - 1}")
+    rows = torch.repeat_interleave(sizes.long(), output_size=ids.numel())
+    found = torch.zeros_like(ignored).index_put(
+        (rows[ids == target[rows]],), torch.ones((), dtype=torch.bool, device=ids.device)
+    )
+    missing = ~found & ~ignored & (sizes > 0)
+    if bool(missing.any()):
+        row = int(missing.nonzero()[0])
+        raise ValueError(
+            f"target: found {int(target[row])} in row {row}, expected one of the ids of that row's support"
+        )
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: Tensor,
+        ignored: Tensor, softcap: float | None, valid: int, entropy: Entropy, support: Support | None,
+        group: dist.ProcessGroup | None, rank: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dtype = torch.float64 if hidden.dtype == weight.dtype == torch.float64 else torch.float32
+        start = rank * weight.shape[0]
+        own = max(0, min(weight.shape[0], valid - start))
+        shard = chunked.Shard(
+            weight.detach()[:own], None if bias is None else bias.detach()[:own], softcap, start, dtype
+        )
+        local = target - start
+        rows = (~ignored).nonzero()[:, 0]
+        stats = chunked.Stats.empty(hidden.shape[0], dtype, hidden.device)
+        h, t, workspace = hidden.detach(), temperature.to(dtype), chunked.WORKSPACE_ELEMENTS
+        dense, sparse = _split(rows, support)
+        if own:
+            chunked.dense_stats(shard, h, local, t, dense, stats, entropy != "none", workspace)
+            if support is not None:
+                chunked.support_stats(shard, h, local, t, sparse, support, stats, workspace)
+        if group is not None:
+            _merge(stats, group)
+        lse = stats.m + stats.s.log()
+        if not bool(torch.isfinite(lse[rows]).all()):
+            row = int(rows[~torch.isfinite(lse[rows])][0])
+            raise ValueError(
+                f"hidden, weight or bias: found a log-sum-exp of {float(lse[row])} in row {row}, expected finite logits"
+            )
+        mean = stats.m + stats.e / stats.s
+        logprob = torch.where(ignored, 0, (stats.target - lse).clamp_max(0))
+        ent = torch.where(ignored, 0, (lse - mean).clamp(0, log(valid)))
+        lse = torch.where(ignored, 0, lse)
+        ctx.save_for_backward(hidden, weight, bias, local, t, lse, mean, ignored, *(support or ()))
+        ctx.head = (shard.softcap, start, own, dtype, group, entropy)
+        if entropy != "grad":
+            ctx.mark_non_differentiable(ent)
+        ctx.set_materialize_grads(False)
+        return logprob, ent, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None) -> Any:
+        hidden, weight, bias, local, t, lse, mean, ignored, *support = ctx.saved_tensors
+        softcap, start, own, dtype, group, entropy = ctx.head
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        zero = torch.zeros_like(lse)
+        up = chunked.Upstream(
+            zero if g_logprob is None else g_logprob.to(dtype),
+            None if g_entropy is None or entropy != "grad" else g_entropy.to(dtype),
+            zero if g_lse is None else g_lse.to(dtype),
+            lse,
+            mean,
+        )
+        needed = (up.logprob != 0) | (up.lse != 0)
+        if up.entropy is not None:
+            needed |= up.entropy != 0
+        summed = hidden.dtype if group is None else dtype
+        d_hidden = torch.zeros(hidden.shape, dtype=summed, device=hidden.device) if needs_hidden else None
+        d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if needs_weight else None
+        d_bias = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device) if needs_bias else None
+        shard = chunked.Shard(weight[:own], None if bias is None else bias[:own], softcap, start, dtype)
+        pair = (support[0], support[1]) if support else None
+        dense, sparse = _split((needed & ~ignored).nonzero()[:, 0], pair)
+        if own:
+            outs = (d_hidden, None if d_weight is None else d_weight[:own], None if d_bias is None else d_bias[:own])
+            chunked.dense_backward(shard, hidden, local, t, dense, up, *outs, chunked.WORKSPACE_ELEMENTS)
+            if pair is not None:
+                chunked.support_backward(shard, hidden, local, t, sparse, pair, up, *outs, chunked.WORKSPACE_ELEMENTS)
+        if group is not None and d_hidden is not None:
+            dist.all_reduce(d_hidden, group=group)
+        return (
+            None if d_hidden is None else d_hidden.to(hidden.dtype),
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None else d_bias.to(bias.dtype),
+            *(None,) * 9,
+        )
+
+
+def _split(rows: Tensor, support: Support | None) -> tuple[Tensor, Tensor]:
+    """(rows over the whole vocabulary, rows with a support of their own)."""
+    if support is None:
+        return rows, rows[:0]
+    own = (support[1][1:] > support[1][:-1])[rows]
+    return rows[~own], rows[own]
+
+
+def _merge(stats: chunked.Stats, group: dist.ProcessGroup) -> None:
+    """Merge the ranks' statistics of the same rows, in place."""
+    top = stats.m.clone()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    shift = torch.where(torch.isneginf(stats.m), chunked.FLOOR, stats.m - top)
+    factor = shift.exp()
+    sums = torch.stack([stats.s * factor, (stats.e + stats.s * shift) * factor])
+    dist.all_reduce(sums, group=group)
+    dist.all_reduce(stats.target, op=dist.ReduceOp.MAX, group=group)
+    stats.m, stats.s, stats.e = top, sums[0], sums[1]

@@ -1,0 +1,255 @@
+"""The chunked torch path of `linear_logprob`: blocks of rows by blocks of vocabulary, bounded workspace, any device.
+
+Per row it keeps four numbers over the vocabulary seen so far: m = max z, s = sum exp(z - m), e = sum exp(z - m)(z - m)
+and the target's z (z = scaled logits). They merge over blocks and over ranks, so lse = m + ln s and entropy =
+ln s - e/s need no second pass. Backward recomputes each block. Called by `linear_logprob` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from temper.kernels.segments import segment_ids, segment_max, segment_sum
+from torch import Tensor
+
+WORKSPACE_ELEMENTS = 1 << 21  # values of one block of logits: 8 MiB in fp32
+ROWS = 1024  # most rows of a block
+FLOOR = -1e3  # (z - m) is cut here where it only weighs exp(z - m), which is 0 there: no 0 * inf
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The head of one rank: weight [V, H] holds ids start..start+V-1; support (ids, cu) uses global ids."""
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+    start: int
+    dtype: torch.dtype  # accumulation: float32, or float64 for float64 inputs
+
+    def block(self, hidden: Tensor, first: int, last: int, temperature: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(z[R, C], slope or None) for ids first..last-1; slope = dz/dx times T where softcap bends it."""
+        x = hidden @ self.weight[first:last].to(self.dtype).T
+        if self.bias is not None:
+            x += self.bias[first:last].to(self.dtype)
+        return self._scale(x, temperature[:, None])
+
+    def gathered(self, hidden: Tensor, ids: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(z[M], slope or None) of single pairs: hidden [M, H] with local ids [M]."""
+        x = (hidden * self.weight[ids].to(self.dtype)).sum(-1)
+        if self.bias is not None:
+            x += self.bias[ids].to(self.dtype)
+        return self._scale(x, temperature)
+
+    def _scale(self, x: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.softcap is None:
+            return x.div_(temperature), None
+        t = x.div_(self.softcap).tanh_()
+        return t * (self.softcap / temperature), 1 - t * t
+
+
+@dataclass(slots=True)
+class Stats:
+    """Per row [N], in the accumulation dtype: what the whole (local) vocabulary says about it."""
+
+    m: Tensor
+    s: Tensor
+    e: Tensor
+    target: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, dtype: torch.dtype, device: torch.device) -> Stats:
+        new = torch.zeros(rows, dtype=dtype, device=device)
+        return cls(torch.full_like(new, -torch.inf), new, new.clone(), torch.full_like(new, -torch.inf))
+
+    def add(self, rows: Tensor, m: Tensor, s: Tensor, e: Tensor) -> None:
+        """Merge block statistics into `rows`."""
+        old_m, old_s, old_e = self.m[rows], self.s[rows], self.e[rows]
+        new_m = torch.maximum(old_m, m)
+        parts_s, parts_e = torch.zeros_like(new_m), torch.zeros_like(new_m)
+        for part_m, part_s, part_e in ((old_m, old_s, old_e), (m, s, e)):
+            shift = torch.where(torch.isneginf(part_m), FLOOR, part_m - new_m)
+            factor = shift.exp()
+            parts_s += part_s * factor
+            parts_e += (part_e + part_s * shift.clamp_min(FLOOR)) * factor
+        self.m[rows], self.s[rows], self.e[rows] = new_m, parts_s, parts_e
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """Gradients that reach one row's outputs, [N] each: of logprob, entropy and lse; with the row's lse and E[z]."""
+
+    logprob: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    row_lse: Tensor
+    row_mean: Tensor
+
+    def at(self, rows: Tensor) -> Upstream:
+        entropy = None if self.entropy is None else self.entropy[rows]
+        return Upstream(self.logprob[rows], entropy, self.lse[rows], self.row_lse[rows], self.row_mean[rows])
+
+    def of_logits(self, z: Tensor) -> Tensor:
+        """d loss/d z without the target's own term, [R, C] (or [M]); upstream values broadcast over z's last dimension."""
+        shape = (-1, 1) if z.dim() == 2 else (-1,)
+        p = (z - self.row_lse.view(shape)).exp_()
+        outer = (self.lse - self.logprob).view(shape)
+        if self.entropy is None:
+            return p.mul_(outer)
+        centred = (z - self.row_mean.view(shape)).clamp_min(FLOOR)
+        return p * (outer - self.entropy.view(shape) * centred)
+
+
+def _row_blocks(rows: Tensor, vocabulary: int, workspace: int) -> Iterator[Tensor]:
+    size = max(1, min(ROWS, workspace // max(1, min(vocabulary, 64))))
+    for first in range(0, rows.numel(), size):
+        yield rows[first : first + size]
+
+
+def _columns(rows: int, vocabulary: int, workspace: int) -> Iterator[tuple[int, int]]:
+    size = max(1, workspace // max(rows, 1))
+    for first in range(0, vocabulary, size):
+        yield first, min(first + size, vocabulary)
+
+
+def dense_stats(
+    shard: Shard,
+    hidden: Tensor,
+    target: Tensor,
+    temperature: Tensor,
+    rows: Tensor,
+    stats: Stats,
+    entropy: bool,
+    workspace: int,
+) -> None:
+    """Fill `stats` at `rows` over the whole local vocabulary. target: local ids i64[N], outside 0..V-1 if elsewhere."""
+    vocabulary = shard.weight.shape[0]
+    for block in _row_blocks(rows, vocabulary, workspace):
+        h, t, goal = hidden[block].to(shard.dtype), temperature[block], target[block]
+        for first, last in _columns(block.numel(), vocabulary, workspace):
+            z, _ = shard.block(h, first, last, t)
+            mine = (goal >= first) & (goal < last)
+            picked = z.gather(1, (goal - first).clamp(0, last - first - 1)[:, None])[:, 0]
+            stats.target[block] = torch.where(mine, picked, stats.target[block])
+            m = z.amax(1)
+            z.sub_(torch.where(torch.isneginf(m), 0, m)[:, None])
+            if entropy:
+                p = z.exp()
+                stats.add(block, m, p.sum(1), (p * z.clamp_min_(FLOOR)).sum(1))
+            else:
+                s = z.exp_().sum(1)
+                stats.add(block, m, s, torch.zeros_like(s))
+
+
+def dense_backward(
+    shard: Shard,
+    hidden: Tensor,
+    target: Tensor,
+    temperature: Tensor,
+    rows: Tensor,
+    upstream: Upstream,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
+    workspace: int,
+) -> None:
+    """Set d_hidden at `rows`, add to d_weight and d_bias (accumulation dtype), recomputing each block of logits."""
+    vocabulary = shard.weight.shape[0]
+    for block in _row_blocks(rows, vocabulary, workspace):
+        h, t, goal, up = hidden[block].to(shard.dtype), temperature[block], target[block], upstream.at(block)
+        d_h = torch.zeros_like(h)
+        for first, last in _columns(block.numel(), vocabulary, workspace):
+            z, slope = shard.block(h, first, last, t)
+            d = up.of_logits(z)
+            mine = ((goal >= first) & (goal < last)).nonzero()[:, 0]
+            d[mine, goal[mine] - first] += up.logprob[mine]
+            if slope is not None:
+                d *= slope
+            d /= t[:, None]
+            if d_hidden is not None:
+                d_h.addmm_(d, shard.weight[first:last].to(shard.dtype))
+            if d_weight is not None:
+                d_weight[first:last].addmm_(d.T, h)
+            if d_bias is not None:
+                d_bias[first:last] += d.sum(0)
+        if d_hidden is not None:
+            d_hidden[block] = d_h.to(d_hidden.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """One chunk of (row, id) pairs of a support: rows [R], the pairs' index into them [M], local ids [M]."""
+
+    rows: Tensor
+    index: Tensor
+    ids: Tensor
+
+
+def support_pairs(shard: Shard, rows: Tensor, support: tuple[Tensor, Tensor], workspace: int) -> Iterator[Pairs]:
+    """The pairs of `rows` that lie in this shard, in chunks whose gathered weights stay within the workspace."""
+    ids, cu = support
+    counts = (cu[1:] - cu[:-1])[rows]
+    limit = max(1, workspace // max(1, shard.weight.shape[1]))
+    edges = counts.cumsum(0)
+    start, total = 0, rows.numel()
+    while start < total:
+        before = int(edges[start - 1]) if start else 0
+        stop = max(start + 1, int(torch.searchsorted(edges, before + limit, right=True)))
+        chunk, size = rows[start:stop], counts[start:stop]
+        offsets = torch.cat([size.new_zeros(1), size.cumsum(0)])
+        index = segment_ids(offsets, int(offsets[-1]))
+        within = torch.arange(index.numel(), device=ids.device) - offsets[index]
+        local = ids[cu[chunk][index] + within].long() - shard.start
+        mine = (local >= 0) & (local < shard.weight.shape[0])
+        yield Pairs(chunk, index[mine], local[mine])
+        start = stop
+
+
+def support_stats(
+    shard: Shard, hidden: Tensor, target: Tensor, temperature: Tensor, rows: Tensor, support: tuple[Tensor, Tensor],
+    stats: Stats, workspace: int,
+) -> None:  # fmt: skip
+    """`dense_stats` over each row's own ids only."""
+    for pairs in support_pairs(shard, rows, support, workspace):
+        count, where = pairs.rows.numel(), pairs.rows[pairs.index]
+        z, _ = shard.gathered(hidden[where].to(shard.dtype), pairs.ids, temperature[where])
+        hit = target[where] == pairs.ids
+        stats.target[where[hit]] = z[hit]
+        m = segment_max(z, pairs.index, count)
+        shifted = (z - torch.where(torch.isneginf(m), 0, m)[pairs.index]).clamp_min(FLOOR)
+        p = shifted.exp()
+        stats.add(pairs.rows, m, segment_sum(p, pairs.index, count), segment_sum(p * shifted, pairs.index, count))
+
+
+def support_backward(
+    shard: Shard,
+    hidden: Tensor,
+    target: Tensor,
+    temperature: Tensor,
+    rows: Tensor,
+    support: tuple[Tensor, Tensor],
+    upstream: Upstream,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
+    workspace: int,
+) -> None:
+    """`dense_backward` over each row's own ids only."""
+    for pairs in support_pairs(shard, rows, support, workspace):
+        where = pairs.rows[pairs.index]
+        h, t, up = hidden[where].to(shard.dtype), temperature[where], upstream.at(where)
+        z, slope = shard.gathered(h, pairs.ids, t)
+        d = up.of_logits(z) + torch.where(target[where] == pairs.ids, up.logprob, 0)
+        if slope is not None:
+            d = d * slope
+        d = d / t
+        if d_hidden is not None:
+            gathered = torch.zeros(pairs.rows.numel(), h.shape[1], dtype=shard.dtype, device=h.device)
+            gathered.index_add_(0, pairs.index, d[:, None] * shard.weight[pairs.ids].to(shard.dtype))
+            d_hidden[pairs.rows] = gathered.to(d_hidden.dtype)
+        if d_weight is not None:
+            d_weight.index_add_(0, pairs.ids, d[:, None] * h)
+        if d_bias is not None:
+            d_bias.index_add_(0, pairs.ids, d)
