@@ -1,0 +1,260 @@
+"""Control groups, version 1 and 2: one leaf per jail, so that limits hold for the whole tree of a program.
+
+`discover` finds out what this host lets the worker do, by doing it; where nothing is possible `Leaf` is absent and only
+rlimits hold. The jail's init is moved into its leaf before any program runs, so every process of the program is in it
+from birth, and the init's own memory, charged earlier, does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CONTROLLERS = ("memory", "pids", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """Where leaves can be made: controller -> folder. In version 2 all controllers share one folder."""
+
+    version: int
+    roots: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in CONTROLLERS if name in self.roots)
+
+    def leaf(self, name: str) -> Leaf:
+        """Make the leaf `name`."""
+        folders: dict[str, Path] = {}
+        for controller, root in self.roots.items():
+            folder = root / name
+            if folder not in folders.values():
+                folder.mkdir()
+            folders[controller] = folder
+        return Leaf(self.version, folders)
+
+    def remove(self) -> None:
+        """Remove every leaf and the hierarchy's own folders; what still runs in them is killed."""
+        for root in set(self.roots.values()):
+            sweep(root)
+
+
+def discover(group: str) -> Hierarchy:
+    """The hierarchy `group` (a name unique to this worker) under this process's own cgroups; empty when not allowed."""
+    mounts, own = _mounts(), _own()
+    roots: dict[str, Path] = {}
+    for controller, kernel_names in (("memory", ("memory",)), ("pids", ("pids",)), ("cpu", ("cpuacct", "cpu"))):
+        for name in kernel_names:
+            if name in mounts and name in own:
+                root = mounts[name] / own[name].lstrip("/") / group
+                if _usable(root):
+                    roots[controller] = root
+                    break
+    if roots:
+        return Hierarchy(1, roots)
+    if "" in mounts and "" in own:
+        return _discover_v2(mounts[""] / own[""].lstrip("/"), group)
+    return Hierarchy(1)
+
+
+def _discover_v2(base: Path, group: str) -> Hierarchy:
+    """Version 2: a cgroup with children that have controllers holds no processes, so `base` must delegate to us."""
+    root = base / group
+    with contextlib.suppress(OSError):
+        root.mkdir(exist_ok=True)
+        available = set((root / "cgroup.controllers").read_text().split())
+        if not {"memory", "pids"} & available:
+            _enable(base, CONTROLLERS)
+            available = set((root / "cgroup.controllers").read_text().split())
+        wanted = [name for name in CONTROLLERS if name in available]
+        _enable(root, wanted)
+        enabled = set((root / "cgroup.subtree_control").read_text().split())
+        if enabled & set(CONTROLLERS):
+            return Hierarchy(2, {name: root for name in wanted if name in enabled})
+    with contextlib.suppress(OSError):
+        root.rmdir()
+    return Hierarchy(2)
+
+
+def _enable(folder: Path, names: tuple[str, ...] | list[str]) -> None:
+    for name in names:
+        with contextlib.suppress(OSError):
+            (folder / "cgroup.subtree_control").write_text(f"+{name}")
+
+
+def _mounts() -> dict[str, Path]:
+    """Controller name (version 1) or "" (version 2) -> mount point."""
+    found: dict[str, Path] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            _, point, kind, options, *_ = line.split()
+            if kind == "cgroup":
+                for option in options.split(","):
+                    found.setdefault(option, Path(point))
+            elif kind == "cgroup2":
+                found.setdefault("", Path(point))
+    return found
+
+
+def _own() -> dict[str, str]:
+    """Controller name (version 1) or "" (version 2) -> this process's path in it."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            for name in names.split(","):
+                found[name] = path
+    return found
+
+
+def _usable(root: Path) -> bool:
+    """Whether leaves can be made below `root` and processes moved into them."""
+    try:
+        root.mkdir(exist_ok=True)
+        probe = root / "probe"
+        probe.mkdir(exist_ok=True)
+        writable = os.access(probe / "cgroup.procs", os.W_OK)
+        probe.rmdir()
+    except OSError:
+        return False
+    return writable
+
+
+class Leaf:
+    """The cgroup of one jail."""
+
+    def __init__(self, version: int, folders: dict[str, Path]) -> None:
+        self.version = version
+        self._folders = folders
+        self._limits: dict[tuple[str, str], int] = {}
+        self._oom_before = 0
+        self._cpu_before = 0.0
+
+    def add(self, pid: int) -> None:
+        """Move a process into the leaf."""
+        for folder in set(self._folders.values()):
+            (folder / "cgroup.procs").write_text(str(pid))
+
+    def _set(self, controller: str, name: str, value: int) -> None:
+        folder = self._folders.get(controller)
+        if folder is None or self._limits.get((controller, name)) == value:
+            return
+        path = folder / name
+        if path.exists():
+            path.write_text(str(value))
+            self._limits[controller, name] = value
+
+    def arm(self, memory_bytes: int, pids: int) -> None:
+        """Set the limits of the next program and start its accounts."""
+        if self.version == 1:
+            before = self._limits.get(("memory", "memory.limit_in_bytes"), 1 << 62)
+            names = ["memory.memsw.limit_in_bytes", "memory.limit_in_bytes"]
+            for name in names if memory_bytes > before else reversed(names):  # memsw may never be below the limit
+                self._set("memory", name, memory_bytes)
+            self._write("memory", "memory.max_usage_in_bytes", "0")
+        else:
+            self._set("memory", "memory.max", memory_bytes)
+            self._set("memory", "memory.swap.max", 0)
+            self._write("memory", "memory.peak", "0")  # resettable since Linux 6.12
+        self._set("pids", "pids.max", pids)
+        self._oom_before = self._oom_total()
+        self._cpu_before = self._cpu_total()
+
+    def _write(self, controller: str, name: str, value: str) -> None:
+        if controller in self._folders:
+            with contextlib.suppress(OSError):
+                (self._folders[controller] / name).write_text(value)
+
+    def _number(self, controller: str, name: str) -> int | None:
+        try:
+            return int((self._folders[controller] / name).read_text())
+        except (KeyError, OSError, ValueError):
+            return None
+
+    def _field(self, controller: str, file: str, name: str) -> int:
+        with contextlib.suppress(KeyError, OSError, ValueError):
+            for line in (self._folders[controller] / file).read_text().splitlines():
+                if line.startswith(name + " "):
+                    return int(line.split()[1])
+        return 0
+
+    def _oom_total(self) -> int:
+        return self._field("memory", "memory.oom_control" if self.version == 1 else "memory.events", "oom_kill")
+
+    def _cpu_total(self) -> float:
+        if self.version == 1:
+            return (self._number("cpu", "cpuacct.usage") or 0) / 1e9
+        return self._field("cpu", "cpu.stat", "usage_usec") / 1e6
+
+    def oom_kills(self) -> int:
+        """Processes the kernel killed for memory since `arm`."""
+        return self._oom_total() - self._oom_before
+
+    def cpu_s(self) -> float | None:
+        """CPU seconds of the whole tree since `arm`; None when not accounted."""
+        return self._cpu_total() - self._cpu_before if "cpu" in self._folders else None
+
+    def peak_bytes(self) -> int | None:
+        """Highest memory use since `arm` (since the jail's start before Linux 6.12 with cgroup version 2)."""
+        return self._number("memory", "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak")
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the leaf."""
+        for folder in set(self._folders.values()):
+            _kill(folder)
+
+    def remove(self, timeout_s: float = 2.0) -> bool:
+        """Remove the leaf, killing what is left in it. False if the kernel would not let go in time."""
+        return all([_remove(folder, timeout_s) for folder in set(self._folders.values())])
+
+
+def _kill(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        (folder / "cgroup.kill").write_text("1")
+        return
+    with contextlib.suppress(OSError):
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def _remove(folder: Path, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+            _kill(folder)
+            time.sleep(0.002)  # dying processes leave a cgroup asynchronously; the deadline is above
+        else:
+            return True
+
+
+def sweep(root: Path) -> None:
+    """Remove a worker's folder with all of its leaves."""
+    with contextlib.suppress(OSError):
+        for folder in root.iterdir():
+            if folder.is_dir():
+                _remove(folder, 2.0)
+    _remove(root, 2.0)
+
+
+def stale_groups(prefix: str) -> dict[str, set[Path]]:
+    """Groups whose name starts with `prefix` under this process's own cgroups: name -> their folders."""
+    mounts, own = _mounts(), _own()
+    found: dict[str, set[Path]] = {}
+    for controller in ("memory", "pids", "cpuacct", "cpu", ""):
+        if controller in mounts and controller in own:
+            with contextlib.suppress(OSError):
+                for folder in (mounts[controller] / own[controller].lstrip("/")).glob(prefix + "*"):
+                    found.setdefault(folder.name, set()).add(folder)
+    return found

@@ -1,0 +1,315 @@
+"""PID 1 of a jail: runs one program at a time and reports its true wait status and resource use.
+
+The worker binds this file into the jail and starts it as a script (``python -S -s -P``); nothing here may import
+Temper. It guarantees that
+- the bytes of a program (source, files, stdin, output) never enter this process: it gets file descriptors, and only the
+  forked child reads them. So a later program, which is a fork of this process too, finds nothing of an earlier one;
+- a report is sent only after every process of the program has been killed and reaped;
+- when the worker dies, the control socket closes, this process exits and the kernel kills all that is left.
+
+Protocol, SEQPACKET on descriptor 3. Worker -> init: ``REQUEST`` with four descriptors (bundle, stdin, stdout, stderr),
+or ``b"K"`` (kill what runs). Init -> worker: ``b"R"`` (ready: clean, nothing runs), ``REPORT``. The bundle is a sequence
+of length-prefixed byte strings: number of arguments, arguments, then name and content of each file.
+"""
+
+import _signal as signal
+import _socket
+import os
+import resource
+import select
+import struct
+import sys
+import time
+from os import _exit
+
+REQUEST = struct.Struct("<BBdQQII")  # kind, flags, cpu seconds, address space, file size, processes, descriptors
+REPORT = struct.Struct("<iddQIB")  # wait status, cpu seconds, wall seconds, peak KiB, processes killed, cpu limit hit
+PYTHON, COMMAND = 1, 2
+KEEP = 1  # flag: leave the workspace as it is after this program (a compiler's result)
+SPACES = ("/tmp", "/dev/shm")
+POLL_MS = 100
+
+
+def read_all(fd: int) -> bytes:
+    """The whole file, whatever its offset: tests of one job share the bundle's descriptor."""
+    chunks, at = [], 0
+    while chunk := os.pread(fd, 1 << 20, at):
+        chunks.append(chunk)
+        at += len(chunk)
+    return b"".join(chunks)
+
+
+def unpack_bundle(data: bytes) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
+    """(arguments, [(name, content)]) of a bundle."""
+    items, at = [], 0
+    while at < len(data):
+        (size,) = struct.unpack_from("<I", data, at)
+        items.append(data[at + 4 : at + 4 + size])
+        at += 4 + size
+    count = int(items[0])
+    rest = items[1 + count :]
+    return items[1 : 1 + count], list(zip(rest[::2], rest[1::2], strict=True))
+
+
+def write_files(files: list[tuple[str, bytes]]) -> None:
+    for name, content in files:
+        folder = os.path.dirname(name)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o755)
+        view = memoryview(content)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.close(fd)
+
+
+def set_limits(cpu_s: float, address_bytes: int, file_bytes: int, processes: int, descriptors: int) -> None:
+    ceiling = max(1, -int(-cpu_s // 1))
+    resource.setrlimit(resource.RLIMIT_CPU, (ceiling, ceiling + 1))
+    if address_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+
+
+def reset_signals() -> None:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)  # as a Python of its own starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def run_python(path: str, arguments: list[str]) -> int:
+    """Run `path` as ``__main__``, as ``python path`` would; returns the exit code."""
+    import _sitebuiltins
+    import builtins
+
+    builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")
+    builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D (i.e. EOF)")
+    for name, fd, mode, errors in (
+        ("stdin", 0, "r", "surrogateescape"),
+        ("stdout", 1, "w", "surrogateescape"),
+        ("stderr", 2, "w", "backslashreplace"),
+    ):
+        stream = open(fd, mode, 1 if fd == 2 else -1, "utf-8", errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, os.path.dirname(path))
+    main = type(sys)("__main__")
+    main.__dict__.update(__file__=path, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    code = 0
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+    except SystemExit as error:
+        code = exit_code(error)
+    except BaseException as error:
+        trace = error.__traceback__
+        sys.excepthook(type(error), error.with_traceback(trace and trace.tb_next), trace and trace.tb_next)
+        code = 1
+    return code
+
+
+def exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def finish(code: int) -> None:
+    """The visible part of an interpreter's end: threads, atexit, flush. The memory is the kernel's to free."""
+    if threading := sys.modules.get("threading"):
+        threading._shutdown()
+    import atexit
+
+    atexit._run_exitfuncs()
+    sys.modules["__main__"].__dict__.clear()
+    for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except (OSError, ValueError):
+            code = code or 120
+    _exit(code)
+
+
+def child(request: tuple, fds: list[int]) -> None:
+    """In the forked child: become the program. Never returns."""
+    kind, _, cpu_s, address_bytes, file_bytes, processes, descriptors = request
+    code = 70
+    try:
+        os.setsid()
+        bundle, *streams = fds
+        arguments, files = unpack_bundle(read_all(bundle))
+        for number, fd in enumerate(streams):
+            os.dup2(fd, number, inheritable=True)
+        os.closerange(3, 256)
+        os.chdir("/tmp")
+        write_files([(os.fsdecode(name), content) for name, content in files])
+        del files
+        reset_signals()
+        set_limits(cpu_s, address_bytes, file_bytes, processes, descriptors)
+        if kind == PYTHON:
+            code = run_python(os.path.join("/tmp", os.fsdecode(arguments[0])), [os.fsdecode(a) for a in arguments[1:]])
+            finish(code)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        os.execve(arguments[0], arguments, os.environ)
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
+        code = 126 if isinstance(error, OSError) else 1
+    finally:
+        _exit(code)
+
+
+def kill_all() -> None:
+    """SIGKILL to every process of the jail but this one; the kernel does it atomically against forks."""
+    try:  # noqa: SIM105 - contextlib would cost every start a millisecond
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def watch(sock: _socket.socket, pid: int, cpu_s: float) -> tuple[int, float, int, bool]:
+    """Wait for the program's main process while the worker may ask for its death; reap what is reparented to us."""
+    clock = (~pid << 3) | 2  # the process's cpu clock, see clock_getcpuclockid(3)
+    over = False
+    total, peak = 0.0, 0
+    pidfd = os.pidfd_open(pid)
+    poller = select.poll()
+    poller.register(sock.fileno(), select.POLLIN)
+    poller.register(pidfd, select.POLLIN)
+    status = None
+    while status is None:
+        for fd, _ in poller.poll(POLL_MS):
+            if fd == sock.fileno():
+                if sock.recv(1) != b"K":
+                    _exit(0)  # the worker is gone
+                kill_all()
+        try:
+            if not over and time.clock_gettime(clock) > cpu_s:
+                over = True
+                kill_all()
+        except OSError:
+            pass  # it has just ended
+        while True:
+            reaped, state, usage = os.wait4(-1, os.WNOHANG)
+            if not reaped:
+                break
+            total += usage.ru_utime + usage.ru_stime
+            peak = max(peak, usage.ru_maxrss)
+            if reaped == pid:
+                status = state
+                break
+    os.close(pidfd)
+    return status, total, peak, over
+
+
+def kill_rest() -> tuple[int, float]:
+    """Kill every process but this one and reap them all: (number, cpu seconds)."""
+    kill_all()
+    count, cpu = 0, 0.0
+    while True:
+        try:
+            _, _, usage = os.wait4(-1, 0)
+        except ChildProcessError:
+            return count, cpu
+        count += 1
+        cpu += usage.ru_utime + usage.ru_stime
+
+
+def inodes_used() -> list[tuple[int, int]]:
+    return [(s.f_files - s.f_ffree, s.f_blocks - s.f_bfree) for s in map(os.statvfs, SPACES)]
+
+
+def wipe_flat(folder: str) -> None:
+    """Empty `folder` however deep, without recursion or long paths: move grandchildren up, then remove."""
+    serial = 0
+    os.chdir(folder)
+    while names := os.listdir("."):
+        for name in names:
+            try:
+                os.unlink(name)
+                continue
+            except OSError:
+                os.chmod(name, 0o700)
+            for inner in os.listdir(name):
+                serial += 1
+                if os.path.isdir(f"{name}/{inner}") and not os.path.islink(f"{name}/{inner}"):
+                    os.chmod(f"{name}/{inner}", 0o700)
+                os.rename(f"{name}/{inner}", f".{serial}.{os.getpid()}")
+            os.rmdir(name)
+
+
+def clean(empty: list[tuple[int, int]]) -> None:
+    """Bring the writable places back to `empty`, in a child, so that no file name enters this process."""
+    try:  # noqa: SIM105
+        os.unlink("/tmp/main.py")
+    except OSError:
+        pass
+    if inodes_used() != empty:
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                for folder in SPACES:
+                    os.chmod(folder, 0o700)
+                    wipe_flat(folder)
+                code = 0
+            finally:
+                _exit(code)
+        os.waitpid(pid, 0)
+        if inodes_used() != empty:
+            _exit(3)  # the worker replaces this jail
+    for folder in SPACES:
+        os.chmod(folder, 0o700)
+        os.utime(folder, (0, 0))
+
+
+def main(control_fd: int, preload: list[str]) -> None:
+    for number in range(1, 65):
+        try:  # noqa: SIM105
+            signal.signal(number, signal.SIG_IGN)
+        except (OSError, ValueError):
+            pass
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for name in preload:
+        __import__(name)
+    os.umask(0o022)
+    if control_fd != 3:
+        os.dup2(control_fd, 3, inheritable=False)
+    os.closerange(4, 256)
+    sock = _socket.socket(fileno=3)
+    empty = inodes_used()
+    sock.send(b"R")
+    while True:
+        data, ancillary, _, _ = sock.recvmsg(REQUEST.size, 64)
+        if not data:
+            return
+        fds = [fd for _, _, raw in ancillary for fd in struct.unpack(f"{len(raw) // 4}i", raw)]
+        if len(data) != REQUEST.size:
+            continue  # a late kill
+        request = REQUEST.unpack(data)
+        started = time.monotonic()
+        pid = os.fork()
+        if not pid:
+            child(request, fds)
+        for fd in fds:
+            os.close(fd)
+        status, cpu, peak, over = watch(sock, pid, request[2])
+        wall = time.monotonic() - started
+        killed, cpu_rest = kill_rest()
+        sock.send(REPORT.pack(status, cpu + cpu_rest, wall, peak, killed, over))
+        if not request[1] & KEEP:
+            clean(empty)
+        sock.send(b"R")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

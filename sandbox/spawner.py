@@ -1,0 +1,83 @@
+"""Starts nsjail processes from one thread, so that the event loop never waits for fork and exec.
+
+As root, the jail's uid (65534) may be unable to walk to the interpreter's folder (``/root/.pyenv``, mode 0700). The
+thread then takes a mount namespace of its own and binds that folder where it can be reached: no other process sees the
+mount, and it vanishes with the worker. The thread lives as long as the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from temper.common.errors import EnvironmentFault
+from temper.sandbox.jail import INIT, Host, enterable_by_others
+
+_CLONE_NEWNS = 0x00020000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+
+T = TypeVar("T")
+
+
+class Spawner:
+    """`folder` is the worker's state folder; `init` and, if need be, `prefix` are made reachable below it."""
+
+    def __init__(self, host: Host, folder: Path) -> None:
+        self.host = host
+        self.init = folder / "init.py"
+        self.init.write_bytes(INIT.read_bytes())
+        self.init.chmod(0o444)
+        self.prefix: Path | None = None
+        needs_bind = (
+            os.geteuid() == 0 and host.interpreter.outside_usr and not enterable_by_others(host.interpreter.prefix)
+        )
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="nsjail-spawner")
+        if needs_bind:
+            self.prefix = folder / "python"
+            self.prefix.mkdir(mode=0o755)
+            self._pool.submit(_bind_privately, host.interpreter.prefix, self.prefix).result(timeout=10)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a short blocking call in the spawner's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    def start(self, control_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
+        """Start one jail (call it in the thread)."""
+        return _popen(self.host.command(log_fd, control_fd, self.init, self.prefix), (control_fd, log_fd))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+def _popen(command: Sequence[str], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=fds,
+        cwd="/",
+        env={"PATH": "/usr/bin:/bin"},
+        start_new_session=True,  # Ctrl-C is for the worker, which then ends its jails in order
+    )
+
+
+def _bind_privately(source: Path, target: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def check(result: int, what: str) -> None:
+        if result != 0:
+            raise EnvironmentFault(
+                f"{source} cannot be entered by the jail's uid, and {what} failed ({os.strerror(ctypes.get_errno())}): "
+                f"`chmod o+x` its parents or use another Python"
+            )
+
+    check(libc.unshare(_CLONE_NEWNS), "a private mount namespace")
+    check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "making mounts private")
+    check(libc.mount(bytes(source), bytes(target), None, _MS_BIND, None), "a private bind mount")

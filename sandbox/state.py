@@ -1,0 +1,84 @@
+"""A worker's place on the host: one folder with a lock, and the sweep of what dead workers left.
+
+The lock is held as long as the process lives, so a folder whose lock is free belongs to a dead worker: its cgroup
+leaves are killed and removed, then the folder. Names of cgroups carry the folder's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from temper.common.errors import EnvironmentFault
+from temper.sandbox import cgroups
+
+log = logging.getLogger("temper.sandbox")
+
+
+class State:
+    """The folder of a living worker. `folder` can be entered, not listed, by other users."""
+
+    def __init__(self, base: Path | None = None) -> None:
+        self.base = base or Path(tempfile.gettempdir(), f"temper-sandbox-{os.geteuid()}")
+        self._prepare_base()
+        self.name = f"temper-{os.getpid()}-{secrets.token_hex(4)}"
+        self.folder = self.base / self.name
+        self.folder.mkdir(mode=0o711)
+        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def _prepare_base(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            self.base.mkdir(mode=0o711, parents=True)
+        found = self.base.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+            raise EnvironmentFault(f"{self.base} is not a folder that only this user can write: remove it")
+
+    def sweep(self) -> list[str]:
+        """Remove what dead workers left here; returns their names."""
+        swept = []
+        for folder in self.base.glob("temper-*"):
+            if folder.name != self.name and _dead(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                swept.append(folder.name)
+        living = {folder.name for folder in self.base.glob("temper-*")}
+        for name, folders in cgroups.stale_groups("temper-").items():
+            if name not in living and not _alive(name):
+                for root in folders:
+                    cgroups.sweep(root)
+                swept.append(name)
+        for name in sorted(set(swept)):
+            log.info("swept what the dead worker %s left", name)
+        return sorted(set(swept))
+
+    def close(self) -> None:
+        """Remove the folder and release the lock."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _dead(folder: Path) -> bool:
+    try:
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(fd)
+
+
+def _alive(name: str) -> bool:
+    """Whether the worker that a cgroup is named after still runs (it may keep its folder elsewhere)."""
+    return Path("/proc", name.split("-")[1]).exists() if name.count("-") == 2 else True

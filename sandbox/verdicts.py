@@ -1,0 +1,145 @@
+"""From facts to a verdict: pure functions, so that every rule can be tested without a jail.
+
+Order matters: what the kernel or the worker did to a program decides before what the program says about itself, and an
+infrastructure failure is never taken for a result.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from temper.common.schema import Limits, Outcome, TestCase, TestResult, Verdict
+
+Killed = Literal["wall", "cpu", "output", "cancel"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known about one run of a program. Times in seconds, sizes in bytes.
+
+    `status` is the wait status of its main process, None when the jail died without reporting. `killed` says why the
+    worker (or the init, for cpu) killed it, None when nobody did. `failure` is set when the jail itself failed.
+    """
+
+    status: int | None
+    stdout: bytes = b""
+    stderr: bytes = b""
+    stdout_cut: bool = False
+    stderr_cut: bool = False
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_bytes: int | None = None
+    oom_kills: int = 0
+    killed: Killed | None = None
+    failure: str = ""
+
+
+# The last line of stderr that tells a refused allocation from any other error; only ever turns error into memory.
+OUT_OF_MEMORY = (b"MemoryError", b"terminate called after throwing an instance of 'std::bad_alloc'", b"  what():  std::bad_alloc",
+                 b"FATAL ERROR: Reached heap limit", b"bash: fork: Cannot allocate memory")  # fmt: skip
+
+
+def classify(facts: Facts, limits: Limits) -> tuple[Outcome, int | None, int | None, str]:
+    """(outcome, exit code, signal, detail) of a run, before its output is compared."""
+    if facts.failure:
+        return "infra", None, None, facts.failure
+    if facts.killed == "cancel":
+        return "infra", None, None, "cancelled"
+    if facts.stdout_cut or facts.stderr_cut or facts.killed == "output":
+        return "output", None, None, f"more than {limits.output_bytes} bytes of output"
+    if facts.oom_kills:
+        return "memory", None, signal.SIGKILL, f"more than {limits.memory_bytes} bytes of memory"
+    if facts.killed == "cpu" or facts.cpu_s > limits.cpu_s:
+        return "timeout", None, None, f"more than {limits.cpu_s:g} s of cpu time"
+    if facts.killed == "wall":
+        return "timeout", None, None, f"more than {limits.wall_s:g} s of wall time"
+    if facts.status is None:
+        return "infra", None, None, "the jail ended without a report"
+    if os.WIFSIGNALED(facts.status):
+        number = os.WTERMSIG(facts.status)
+        if number == signal.SIGSYS:
+            return "policy", None, number, "a forbidden system call"
+        if number == signal.SIGXCPU:
+            return "timeout", None, number, f"more than {limits.cpu_s:g} s of cpu time"
+        if refused_memory(facts.stderr):
+            return "memory", None, number, "an allocation was refused"
+        return "signal", None, number, f"died of {signal_name(number)}"
+    code = os.WEXITSTATUS(facts.status)
+    if code == 0:
+        return "ok", 0, None, ""
+    if refused_memory(facts.stderr):
+        return "memory", code, None, "an allocation was refused"
+    return "error", code, None, f"exit code {code}"
+
+
+def refused_memory(stderr: bytes) -> bool:
+    """Whether stderr ends with a runtime's report of a refused allocation."""
+    tail = [line for line in stderr[-4096:].splitlines() if line.strip()][-3:]
+    return any(line.startswith(OUT_OF_MEMORY) for line in tail)
+
+
+def signal_name(number: int) -> str:
+    """SIGSEGV, or the bare number for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def same_output(found: bytes, expected: bytes) -> bool:
+    """Equal but for white space at line ends and empty lines at the end; bytes, so any encoding is fine."""
+    return _lines(found) == _lines(expected)
+
+
+def _lines(data: bytes) -> list[bytes]:
+    lines = [line.rstrip() for line in data.split(b"\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def judge(facts: Facts, test: TestCase, limits: Limits) -> tuple[Outcome, int | None, int | None, str]:
+    """(outcome, exit code, signal, detail) of one test."""
+    outcome, code, number, detail = classify(facts, limits)
+    if outcome == "ok" and test.expected is not None and not same_output(facts.stdout, test.expected):
+        return "wrong", code, number, "stdout differs from the expected answer"
+    return outcome, code, number, detail
+
+
+def combine(tests: Sequence[TestCase], runs: Sequence[Facts], limits: Limits) -> Verdict:
+    """The verdict of a job: its outcome is the first that is not ok; `infra` anywhere is infra, for nothing was measured."""
+    judged = [judge(facts, test, limits) for facts, test in zip(runs, tests, strict=True)]
+    results = [
+        TestResult(outcome=outcome, stdout=facts.stdout, wall_s=facts.wall_s, cpu_s=facts.cpu_s)
+        for facts, (outcome, *_) in zip(runs, judged, strict=True)
+    ]
+    outcomes = [outcome for outcome, *_ in judged]
+    if "infra" in outcomes:
+        at = outcomes.index("infra")
+    else:
+        at = next((i for i, outcome in enumerate(outcomes) if outcome != "ok"), len(outcomes) - 1)
+    outcome, code, number, detail = judged[at]
+    shown = runs[at]
+    peaks = [facts.peak_bytes for facts in runs if facts.peak_bytes is not None]
+    return Verdict(
+        outcome=outcome,
+        exit_code=code,
+        signal=None if number is None else int(number),
+        stdout=shown.stdout,
+        stderr=shown.stderr,
+        truncated=shown.stdout_cut or shown.stderr_cut,
+        wall_s=sum(facts.wall_s for facts in runs),
+        cpu_s=sum(facts.cpu_s for facts in runs),
+        peak_bytes=max(peaks) if peaks else None,
+        tests=results,
+        detail=detail,
+    )
+
+
+def infra(detail: str) -> Verdict:
+    """A job that could not be judged: never a reward."""
+    return Verdict(outcome="infra", detail=detail)

@@ -1,0 +1,74 @@
+"""Programs of every outcome in a jail each."""
+
+import asyncio
+
+import pytest
+from temper.common.schema import Limits, SandboxJob, TestCase
+from temper.sandbox.check import check_host
+from temper.sandbox.jail import Host
+from temper.sandbox.worker import Worker
+
+
+def test_the_host_can_jail():
+    report = check_host()
+    assert report.ok, report.line()
+
+
+@pytest.mark.parametrize(
+    ("source", "limits", "outcome"),
+    [
+        ("print(1)", {}, "ok"),
+        ("1 / 0", {}, "error"),
+        ("import sys; sys.exit(3)", {}, "error"),
+        ("while True: pass", {"cpu_s": 0.3}, "timeout"),
+        ("import time; time.sleep(30)", {"wall_s": 0.3}, "timeout"),
+        ("x = [bytearray(1_000_000) for _ in range(1000)]", {}, "memory"),
+        ("x = bytearray(10**11)", {}, "memory"),
+        ("print('a' * 10**6)", {}, "output"),
+        ("while True: print('a' * 1000)", {}, "output"),
+        ("import os; os.kill(os.getpid(), 9)", {}, "signal"),
+        ("import os; os.abort()", {}, "signal"),
+        ("import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0)", {}, "policy"),
+    ],
+)
+def test_outcome(jails, source, limits, outcome):
+    (verdict,) = jails.run(jails.job(source, **limits))
+    assert verdict.outcome == outcome, verdict
+
+
+def test_each_test_of_a_job_starts_afresh(jails):
+    source = "import os\nprint(sorted(os.listdir('.')), input())\nopen('left', 'w').write('x')"
+    tests = [TestCase(str(i).encode(), f"['main.py'] {i}".encode()) for i in range(3)]
+    (verdict,) = jails.run(jails.job(source, tests))
+    assert [test.outcome for test in verdict.tests] == ["ok"] * 3, verdict
+
+
+def test_bytes_of_any_kind_come_back(jails):
+    (verdict,) = jails.run(jails.job(r"import os; os.write(1, b'\xff\x00\x1b[31m')"))
+    assert (verdict.outcome, verdict.stdout) == ("ok", b"\xff\x00\x1b[31m")
+
+
+def test_a_bad_job_is_infra_with_a_reason(jails):
+    for bad in (
+        SandboxJob("1", "cobol", {"main.py": b""}, []),
+        SandboxJob("2", "python", {}, []),
+        SandboxJob("3", "python", {"main.py": b"", "../x": b""}, []),
+        SandboxJob("4", "python", {"main.py": b""}, [], Limits(cpu_s=-1)),
+    ):
+        (verdict,) = jails.run(bad)
+        assert verdict.outcome == "infra" and verdict.detail
+
+
+def test_cancelling_kills_the_program(jails):
+    async def main():
+        async with Worker(Host.here(), 1) as worker:
+            task = asyncio.create_task(worker.execute(jails.job("while True: pass", cpu_s=60, wall_s=60)))
+            await worker.began.wait()
+            cells = list(worker.running)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert not worker.running
+            assert all(not cell.alive for cell in cells)
+
+    asyncio.run(main())
