@@ -93,6 +93,7 @@ class Optimizer:
     weight_decay: float = 0.0  # AdamW
     max_gradient_norm: float = 1.0  # global norm clip
     tokens_per_microbatch: int = 8192  # packed tokens in one forward and backward
+    activation_checkpointing: bool = False  # recompute layers in backward: less memory, about a third more time
 
 
 @dataclass(frozen=True, slots=True)

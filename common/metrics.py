@@ -98,3 +98,104 @@ ACTOR_TASK_ERRORS = declare(
 
 
 # ---------------------------------------------------------------- learner
+LEARNER_REWARD = declare("learner/reward/*", "reward", "gauge", "Mean reward of a domain's trained samples in a step.")
+LEARNER_COMPONENT = declare(
+    "learner/component/*", "reward", "gauge", "Mean of a reward component (domain.component) in a step."
+)
+LEARNER_ACCURACY = declare(
+    "learner/accuracy/*", "share", "gauge", "Share of raw correct samples of a domain in a step, before any shaping."
+)
+LEARNER_EVAL = declare("learner/eval/*", "share", "gauge", "Held-out accuracy of a domain, mean over samples.")
+LEARNER_EVAL_PASS = declare(
+    "learner/eval_pass/*", "share", "gauge", "Held-out share of a domain's tasks with at least one correct sample."
+)
+LEARNER_SHARE = declare("learner/curriculum/*", "share", "gauge", "Share of the groups that a domain gets.")
+LEARNER_LAG_MEAN = declare(
+    "learner/lag/mean_versions", "versions", "gauge", "Mean over trained tokens of step version - sampling version."
+)
+LEARNER_LAG_P99 = declare("learner/lag/p99_versions", "versions", "gauge", "99th percentile of the token lag.")
+LEARNER_LAG_MAX = declare("learner/lag/max_versions", "versions", "gauge", "Largest token lag of the step.")
+LEARNER_LAG_LENGTH = declare(
+    "learner/lag_by_length/*",
+    "versions",
+    "gauge",
+    "Mean token lag by decile of the samples' generated length (0 = shortest).",
+)
+LEARNER_ENTROPY = declare(
+    "learner/policy/entropy_nats", "nats", "gauge", "Mean entropy of the policy at trained tokens."
+)
+LEARNER_KL_BEHAVIOUR = declare(
+    "learner/policy/kl_behaviour_nats", "nats", "gauge", "k3 estimate of KL(behaviour || policy) per trained token."
+)
+LEARNER_KL_REFERENCE = declare(
+    "learner/policy/kl_reference_nats", "nats", "gauge", "k3 estimate of KL(policy || reference) per trained token."
+)
+LEARNER_CLIP = declare("learner/policy/clip_share", "share", "gauge", "Trained tokens whose ratio was clipped.")
+LEARNER_CLAMP = declare(
+    "learner/policy/clamped_share", "share", "gauge", "Trained tokens whose log-ratio hit the +-20 clamp."
+)
+LEARNER_DROPPED = declare(
+    "learner/policy/dropped_share", "share", "gauge", "Trained tokens whose loss a filter or a zero weight removed."
+)
+LEARNER_STALE = declare(
+    "learner/policy/stale_share", "share", "gauge", "Sampled tokens masked for being older than max_token_lag."
+)
+LEARNER_RATIO = declare("learner/policy/ratio_mean", "ratio", "gauge", "Mean ratio of the objective (policy / base).")
+LEARNER_WEIGHT = declare("learner/policy/weight_mean", "ratio", "gauge", "Mean off-policy correction weight.")
+LEARNER_ESS = declare(
+    "learner/policy/effective_share", "share", "gauge", "Effective sample size of the correction weights / tokens."
+)
+LEARNER_ADVANTAGE = declare(
+    "learner/policy/advantage_magnitude", "advantage", "gauge", "Mean absolute advantage of trained tokens."
+)
+LEARNER_LOSS = declare("learner/policy/loss_mean", "loss", "gauge", "Mean loss per trained token before aggregation.")
+LEARNER_GAP = declare(
+    "learner/engine/logprob_gap_nats",
+    "nats",
+    "gauge",
+    "Mean |learner - engine| log-probability of tokens sampled by the very version at the start of the step.",
+)
+LEARNER_GRADIENT = declare(
+    "learner/optimizer/gradient_norm",
+    "norm",
+    "gauge",
+    "Global gradient norm before clipping, mean over a step's updates.",
+)
+LEARNER_RATE = declare("learner/optimizer/learning_rate", "rate", "gauge", "Learning rate of the step.")
+LEARNER_SKIPPED = declare(
+    "learner/optimizer/skipped_count", "updates", "counter", "Updates skipped for a gradient that was not finite."
+)
+LEARNER_TOKENS = declare("learner/speed/trained_tokens", "tokens", "counter", "Completion tokens with gradient.")
+LEARNER_PACKED = declare(
+    "learner/speed/packed_tokens", "tokens", "counter", "Tokens forwarded and backpropagated after sharing prefixes."
+)
+LEARNER_ROW_TOKENS = declare(
+    "learner/speed/row_tokens", "tokens", "counter", "Tokens the same rows hold without sharing, prompts included."
+)
+LEARNER_STEPS = declare("learner/step/done_count", "steps", "counter", "RL steps done.")
+LEARNER_STEP_TIME = declare("learner/step/train_seconds", "s", "gauge", "Wall time of the last training step.")
+LEARNER_WAIT = declare("learner/wait/seconds", "s", "counter", "Time the learner waited for its batch.")
+LEARNER_PUBLISH_TIME = declare(
+    "learner/publish/seconds", "s", "gauge", "From the end of a step to its version being stored at the broker."
+)
+LEARNER_CHECKPOINT_TIME = declare("learner/checkpoint/seconds", "s", "gauge", "Wall time of the last checkpoint.")
+LEARNER_SAMPLES = declare(
+    "learner/samples/*", "samples", "counter", "Samples by fate: trained, masked (no trained token), unscored, void."
+)
+LEARNER_GROUPS = declare(
+    "learner/groups/*", "groups", "counter", "Groups by fate: trained, zero_variance (of these), void reasons."
+)
+LEARNER_MIXED = declare(
+    "learner/collapse/mixed_share", "share", "gauge", "Trained groups with both right and wrong samples."
+)
+LEARNER_PASS = declare(
+    "learner/collapse/pass_share", "share", "gauge", "Trained groups with at least one right sample."
+)
+LEARNER_LENGTH = declare("learner/length/mean_tokens", "tokens", "gauge", "Mean generated tokens of a sample.")
+LEARNER_TRUNCATED = declare(
+    "learner/length/truncated_share", "share", "gauge", "Samples that ended at the length limit."
+)
+LEARNER_LIKELIHOOD = declare(
+    "learner/warm/likelihood_share", "share", "gauge", "Mean probability of a whole demonstration before the warm step."
+)
+LEARNER_ALARMS = declare("learner/oversight/alarms_count", "alarms", "counter", "Alarms raised by oversight.")

@@ -1,0 +1,355 @@
+"""One training step: groups in, updated masters and metrics out. The same functions serve the daemon and the
+in-process loop.
+
+Guarantees: the result depends on the groups and the trainer's state alone, not on arrival order or clocks; sums are
+normalised globally over an update, so splits into micro-batches change nothing but rounding; a gradient that is not
+finite changes nothing; `state`/`load` continue exactly where they left off.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+from temper.common import metrics as names
+from temper.common.config import Recipe
+from temper.common.errors import ConfigError
+from temper.kernels.flags import PolicyFlags
+from temper.kernels.policy_loss import Normalisers, PackedBatch, policy_loss
+from temper.kernels.reference import m2_cutoff
+from temper.learner import objectives
+from temper.learner.batching import Microbatch, plan
+from temper.learner.inbox import GroupData, void_reason
+from temper.learner.optimizer import Optimizer, learning_rate
+from temper.learner.policy import Entropy, Policy, Support, bit_view
+from temper.learner.report import Sums, describe
+from temper.learner.rows import Array, StepRows, collect, ragged, usable
+from transformers import PreTrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BASELINE_RATE = 0.1  # of the domains' running mean rewards (advantage ema)
+ENTROPY_VOCABULARY = 8192  # up to this vocabulary the entropy is computed in every step; beyond it only where needed
+
+
+@dataclass(slots=True)
+class StepReport:
+    """`metrics`: {registered name: (sum, count)}; `void`: {group id: reason} of groups that were not trained;
+    `trained`: ids of those that were. `seconds`: wall time of the step."""
+
+    metrics: dict[str, tuple[float, float]]
+    void: dict[int, str]
+    trained: list[int]
+    seconds: float = 0.0
+
+    def mean(self, name: str) -> float | None:
+        """sum / count of a metric, None where it has no count."""
+        total, count = self.metrics.get(name, (0.0, 0.0))
+        return total / count if count else None
+
+
+@dataclass(slots=True)
+class _Update:
+    """What the micro-batches of one update share."""
+
+    include: list[int]
+    normalisers: Normalisers
+    ahead: float
+
+
+@dataclass(slots=True)
+class _Flat:
+    """Flat per-token arrays of a step (M) and per-sample ones (S), see `StepRows`."""
+
+    mu: torch.Tensor
+    lag: torch.Tensor
+    advantage: torch.Tensor
+    group: torch.Tensor
+    prox: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    support: tuple[Array, Array] | None = None
+
+
+class Trainer:
+    """Owns the masters, the optimiser and the counters of a run; one object per learner."""
+
+    def __init__(self, model: PreTrainedModel, recipe: Recipe, total_rl_steps: int) -> None:
+        self.recipe = recipe
+        self.total_steps = total_rl_steps
+        self.objective = objectives.resolve(recipe.objective, recipe.pacing)
+        self.flags = objectives.compile(self.objective)
+        self.warm_flags = objectives.compile(objectives.TABLE["sft"])
+        self.policy = Policy(
+            model,
+            compute_dtype=DTYPES[recipe.model.compute_dtype],
+            checkpointing=recipe.optimizer.activation_checkpointing,
+        )
+        self.optimizer = Optimizer(self.policy.named_masters(), recipe.optimizer)
+        self.steps_done = 0
+        self.warm_steps_done = 0
+        self.baselines: dict[str, float] = {}
+        self._reference: Policy | None = None
+
+    # ------------------------------------------------------------ steps
+
+    def train_step(self, groups: Sequence[GroupData], version: int) -> StepReport:
+        """One RL step on `groups`, whose tokens' lag is measured against `version`, the ordinal at its start."""
+        begun = time.perf_counter()
+        pacing = self.recipe.pacing
+        reasons = {
+            group.group_id: void_reason(group, pacing.samples_per_group, pacing.dynamic_sampling) for group in groups
+        }
+        void = {group_id: reason for group_id, reason in reasons.items() if reason is not None}
+        data = collect(
+            [group for group in groups if group.group_id not in void],
+            version,
+            pacing.max_token_lag,
+        )
+        sums = Sums()
+        describe(sums, data, groups, void)
+        temperature = self.recipe.sampling.temperature
+        flat = self._flat(data, temperature)
+        updates = self.recipe.objective.updates_per_step
+        rate = learning_rate(self.recipe.optimizer, self.steps_done, self.total_steps)
+        sums.add(names.LEARNER_RATE, rate)
+        for number, update in enumerate(self._updates(data, flat, updates)):
+            self._update(
+                data, flat, update, self.flags, sums, rate=rate, temperature=temperature, first=number == 0
+            )
+        self.steps_done += 1
+        sums.add(names.LEARNER_STEPS, 1)
+        return StepReport(sums.values, void, [g.group_id for g in data.groups], time.perf_counter() - begun)
+
+    def warm_step(self, groups: Sequence[GroupData]) -> StepReport:
+        """One supervised step on demonstrations. `learner/warm/likelihood_share` is the mean over demonstrations of the
+        probability of a whole one, exp(sum log p) at temperature 1, before the update."""
+        begun = time.perf_counter()
+        data = collect(groups, 0, 1 << 62, demo=True)
+        sums = Sums()
+        flat = self._flat(data, 1.0, demo=True)
+        rate = self.recipe.warm_start.learning_rate
+        sums.add(names.LEARNER_RATE, rate)
+        for update in self._updates(data, flat, 1):
+            logprob = self._update(data, flat, update, self.warm_flags, sums, rate=rate, temperature=1.0, first=True)
+            whole = np.add.reduceat(logprob, data.cu_seqlens[:-1][data.trained > 0])
+            sums.add(names.LEARNER_LIKELIHOOD, float(np.exp(whole).sum()), len(whole))
+        self.warm_steps_done += 1
+        return StepReport(sums.values, {}, [g.group_id for g in data.groups], time.perf_counter() - begun)
+
+    def _flat(self, data: StepRows, temperature: float, demo: bool = False) -> _Flat:
+        """The step's flat arrays; the proximal and reference passes that the objective needs."""
+        device = self.policy.device
+        flat = _Flat(
+            mu=torch.from_numpy(data.behaviour_logprob).to(device),
+            lag=torch.from_numpy(data.lag).to(device),
+            advantage=torch.ones(len(data.lag), device=device),
+            group=torch.from_numpy(data.group).to(device),
+            support=data.support,
+        )
+        if demo:
+            return flat
+        objective = self.objective
+        if objective.needs_prox or objective.m2_tau < inf or objective.advantage == "vtrace":
+            flat.prox = self._evaluate(self.policy, data, flat, temperature)
+        if objective.needs_reference:
+            if self._reference is None:
+                self._reference = self._frozen_copy()
+            flat.reference = self._evaluate(self._reference, data, flat, temperature)
+        flat.advantage = torch.from_numpy(self._advantages(data)).to(device)
+        return flat
+
+    def _advantages(self, data: StepRows) -> Array:
+        """f32[M]: the advantage of every trained token; moves the domains' running baselines (ema)."""
+        grouped = [
+            objectives.GroupRewards(
+                rewards=[sample.reward if usable(sample) else None for sample in group.samples],
+                lengths=[sample.generated for sample in group.samples],
+                components=[sample.components for sample in group.samples],
+                baseline=self.baselines.get(group.domain, 0.0),
+            )
+            for group in data.groups
+        ]
+        per_sample = [value for row in objectives.advantages(self.objective, grouped) for value in row]
+        for group, rewards in zip(data.groups, grouped, strict=True):
+            scored = [r for r in rewards.rewards if r is not None]
+            old = self.baselines.get(group.domain)
+            mean = float(np.mean(scored))
+            self.baselines[group.domain] = mean if old is None else old + BASELINE_RATE * (mean - old)
+        return np.repeat(np.asarray([0.0 if a is None else a for a in per_sample], dtype=np.float32), data.trained)
+
+    def _updates(self, data: StepRows, flat: _Flat, count: int) -> Iterator[_Update]:
+        """Divide the step's groups, in order, among `count` optimiser steps."""
+        for number, chosen in enumerate(np.array_split(np.arange(len(data.groups)), count)):
+            include = np.flatnonzero(np.isin(data.group, chosen) & (data.trained > 0))
+            if not len(include):
+                continue
+            cutoff = inf
+            if self.flags.m2_tau < inf and flat.prox is not None:
+                index = torch.from_numpy(ragged(data.cu_seqlens[include], data.trained[include]))
+                cutoff = m2_cutoff((flat.prox - flat.mu)[index], self.flags.m2_tau)
+            yield _Update(
+                include=include.tolist(),
+                normalisers=Normalisers(
+                    tokens=float(data.trained[include].sum()),
+                    sequences=float(len(include)),
+                    max_length=float(self.recipe.sampling.max_new_tokens),
+                    m2_cutoff=cutoff,
+                ),
+                ahead=number / count,
+            )
+
+    def _update(
+        self,
+        data: StepRows,
+        flat: _Flat,
+        update: _Update,
+        flags: PolicyFlags,
+        sums: Sums,
+        *,
+        rate: float,
+        temperature: float,
+        first: bool,
+    ) -> Array:
+        """Forward, backward and optimiser step; the log-probabilities f32[M] that the rows had (0 elsewhere)."""
+        seen = np.zeros(len(data.lag), dtype=np.float32)
+        entropy: Entropy = "value" if self.policy.head.shape[0] <= ENTROPY_VOCABULARY else "none"
+        if flags.entropy_coefficient != 0:
+            entropy = "grad"
+        include = update.include if _always_active(flags) else _active(update.include, data, flat.advantage)
+        self.optimizer.zero()
+        for batch in plan(data.rows, self.recipe.optimizer.tokens_per_microbatch, include):
+            packed = self._packed(batch, flat)
+            out = self.policy.logprobs(
+                batch, temperature=temperature, entropy=entropy, support=_support_of(batch, flat.support)
+            )
+            loss, metrics = policy_loss(
+                packed, out.logprob, flags, update.normalisers, entropy=out.entropy, ahead=update.ahead
+            )
+            loss.backward()
+            logprob = out.logprob.detach().float().cpu().numpy()
+            seen[batch.flat] = logprob
+            sums.add_loss(metrics)
+            sums.add(names.LEARNER_PACKED, float(batch.packed_tokens))
+            sums.add(names.LEARNER_ROW_TOKENS, float(batch.row_tokens))
+            sums.add(names.LEARNER_TOKENS, float(len(batch.flat)))
+            if first:
+                gap = np.abs(logprob - data.behaviour_logprob[batch.flat])[data.lag[batch.flat] == 0]
+                sums.add(names.LEARNER_GAP, float(gap.sum()), float(len(gap)))
+        done = self.optimizer.update(rate)
+        sums.add(names.LEARNER_SKIPPED, 0.0 if np.isfinite(done.gradient_norm) else 1.0)
+        if np.isfinite(done.gradient_norm):
+            sums.add(names.LEARNER_GRADIENT, done.gradient_norm)
+        return seen
+
+    def _packed(self, batch: Microbatch, flat: _Flat) -> PackedBatch:
+        device = self.policy.device
+        index = torch.from_numpy(batch.flat).to(device)
+        return PackedBatch(
+            tokens=torch.from_numpy(batch.target).to(device),
+            cu_seqlens=torch.from_numpy(batch.cu_seqlens).to(device),
+            mask=torch.ones(len(batch.flat), dtype=torch.bool, device=device),
+            mu=flat.mu[index],
+            prox=None if flat.prox is None else flat.prox[index],
+            ref=None if flat.reference is None else flat.reference[index],
+            advantage=flat.advantage[index],
+            group_id=flat.group[torch.from_numpy(batch.rows).to(device)],
+            lag=flat.lag[index],
+        )
+
+    @torch.no_grad()
+    def _evaluate(self, policy: Policy, data: StepRows, flat: _Flat, temperature: float) -> torch.Tensor:
+        """f32[M] log-probabilities of every trained token under `policy`, without gradient."""
+        found = torch.zeros_like(flat.mu)
+        for batch in plan(data.rows, self.recipe.optimizer.tokens_per_microbatch):
+            out = policy.logprobs(batch, temperature=temperature, support=_support_of(batch, flat.support))
+            found[torch.from_numpy(batch.flat).to(found.device)] = out.logprob.float()
+        return found
+
+    def _frozen_copy(self) -> Policy:
+        model = copy.deepcopy(self.policy.model).requires_grad_(False)
+        return Policy(model, compute_dtype=self.policy.compute_dtype)
+
+    # ------------------------------------------------------------ weights and state
+
+    def serving_tensors(self) -> dict[str, Array]:
+        """The weights in the serving dtype, cast once, as bit views (u16/u32) by canonical name, tied ones once; copies
+        that the next step does not touch."""
+        dtype = DTYPES[self.recipe.model.serving_dtype]
+        with torch.no_grad():
+            return {
+                name: bit_view(parameter.detach().to(dtype, copy=True))
+                for name, parameter in self.policy.named_masters().items()
+            }
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(tensors, scalars): masters, optimiser, reference and RNG; counters and baselines. Views, not copies."""
+        tensors = {f"model.{name}": p.detach() for name, p in self.policy.named_masters().items()}
+        tensors |= {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
+        if self._reference is not None:
+            tensors |= {f"reference.{name}": p.detach() for name, p in self._reference.named_masters().items()}
+        tensors["rng.torch"] = torch.get_rng_state()
+        scalars = {
+            "steps_done": self.steps_done,
+            "warm_steps_done": self.warm_steps_done,
+            "baselines": dict(self.baselines),
+        }
+        return tensors, scalars
+
+    def load(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> None:
+        """Restore what `state` gave; ConfigError when it belongs to another model."""
+        parts: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}, "reference": {}, "rng": {}}
+        for name, value in tensors.items():
+            head, rest = name.split(".", 1)
+            parts[head][rest] = value
+        _copy_into(self.policy.named_masters(), parts["model"])
+        self.optimizer.load(parts["optimizer"])
+        if parts["reference"]:
+            self._reference = self._frozen_copy()
+            _copy_into(self._reference.named_masters(), parts["reference"])
+        torch.set_rng_state(parts["rng"]["torch"])
+        self.steps_done = int(scalars["steps_done"])
+        self.warm_steps_done = int(scalars["warm_steps_done"])
+        self.baselines = {str(k): float(v) for k, v in scalars["baselines"].items()}
+
+
+def _copy_into(named: Mapping[str, torch.nn.Parameter], values: Mapping[str, torch.Tensor]) -> None:
+    if named.keys() != values.keys():
+        different = sorted(named.keys() ^ values.keys())
+        raise ConfigError(f"the checkpoint is of another model: parameters differ ({', '.join(different[:3])})")
+    with torch.no_grad():
+        for name, parameter in named.items():
+            if parameter.shape != values[name].shape:
+                raise ConfigError(
+                    f"the checkpoint is of another model: {name} is {tuple(values[name].shape)}, "
+                    f"expected {tuple(parameter.shape)}"
+                )
+            parameter.copy_(values[name])
+
+
+def _always_active(flags: PolicyFlags) -> bool:
+    """Whether a row with advantage 0 has a gradient all the same."""
+    return bool(
+        flags.loss == "dro" or flags.entropy_coefficient != 0 or (flags.kl != "none" and flags.kl_coefficient != 0)
+    )
+
+
+def _active(include: list[int], data: StepRows, advantage: torch.Tensor) -> list[int]:
+    """The rows of `include` with an advantage other than 0 somewhere: the others have no gradient and cost nothing."""
+    nonzero = np.concatenate([[0], np.cumsum(advantage.cpu().numpy() != 0)])
+    counts = nonzero[data.cu_seqlens[1:]] - nonzero[data.cu_seqlens[:-1]]
+    return [row for row in include if counts[row]]
+
+
+def _support_of(batch: Microbatch, support: tuple[Array, Array] | None) -> Support | None:
+    """The supports (ids, cu) of a micro-batch's tokens, from the step's."""
+    if support is None:
+        return None
+    ids, cu = support
+    sizes = (cu[1:] - cu[:-1])[batch.flat]
+    picked = ids[ragged(cu[batch.flat], sizes)]
+    return torch.from_numpy(picked), torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int64))

@@ -1,0 +1,105 @@
+"""A Group message becomes checked arrays; demand is never doubled."""
+
+import numpy as np
+import pytest
+from temper.common.errors import ProtocolError
+from temper.common.schema import ArraySpec, Group, SampleMeta, SamplePart
+from temper.learner.inbox import GroupData, Inbox, parse_group, void_reason
+
+
+def message(lengths=((3, 2), (3, 1)), **changes):
+    """A Group of one part: each sample has a prompt and a completion of the given lengths."""
+    tokens, mask, logprob, cu, metas = [], [], [], [0], []
+    for index, (prompt, completion) in enumerate(lengths):
+        n = prompt + completion
+        tokens += range(n)
+        mask += [0] * prompt + [1] * completion
+        logprob += [0.0] * prompt + [-0.5] * completion
+        cu.append(cu[-1] + n)
+        metas.append(
+            SampleMeta(
+                index, "stop", float(index % 2), bool(index % 2), {"exact": 1.0}, "ok", [(7, 2, n - 1), (7, 3, 1)]
+            )
+        )
+    arrays = {
+        "tokens": np.asarray(tokens, np.int32),
+        "behaviour_logprob": np.asarray(logprob, np.float32),
+        "loss_mask": np.asarray(mask, np.uint8),
+        "cu_seqlens": np.asarray(cu, np.int64),
+    } | changes.pop("arrays", {})
+    metas = changes.pop("metas", metas)
+    specs = [ArraySpec(name, str(value.dtype), value.shape) for name, value in arrays.items()]
+    frames = [memoryview(value.tobytes()) for value in arrays.values()]
+    return Group(5, "train", "reverse", 0, 11, 7, [SamplePart(metas, specs)], **changes), frames
+
+
+def test_a_group_is_divided_into_its_samples():
+    group = parse_group(*message())
+    assert [sample.tokens.tolist() for sample in group.samples] == [[0, 1, 2, 3, 4], [0, 1, 2, 3]]
+    assert group.samples[0].mask.tolist() == [False, False, False, True, True]
+    assert group.samples[1].ordinal.tolist() == [2, 2, 2, 3]
+    assert group.samples[0].lag(6).tolist() == [4, 4, 4, 4, 3]
+    assert group.samples[0].lag(1).tolist() == [0] * 5  # an orphaned newer version counts as 0, never below
+    assert group.mixed and group.scored == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"arrays": {"tokens": np.zeros(9, np.int64)}}, "dtype int64"),
+        ({"arrays": {"loss_mask": np.zeros(4, np.uint8)}}, "4 values of loss_mask for 9 tokens"),
+        ({"arrays": {"cu_seqlens": np.asarray([0, 5, 8])}}, "cu_seqlens"),
+        ({"arrays": {"cu_seqlens": np.asarray([0, 9])}}, "cu_seqlens"),
+        ({"arrays": {"behaviour_logprob": np.full(9, np.nan, np.float32)}}, "not finite"),
+        ({"arrays": {"loss_mask": np.ones(9, np.uint8)}}, "no prompt"),
+        ({"arrays": {"support_cu": np.zeros(10, np.int64)}}, "support_cu"),
+        ({"metas": [SampleMeta(0, "stop", 1.0, True, {}, "ok", [(7, 2, 5)])] * 2}, "twice"),
+        ({"metas": [SampleMeta(i, "stop", 1.0, True, {}, "ok", [(7, 2, 3)]) for i in range(2)]}, "version runs"),
+    ],
+)
+def test_inconsistent_groups_are_refused_by_name(changes, says):
+    with pytest.raises(ProtocolError, match=says):
+        parse_group(*message(**changes))
+
+
+def test_a_frame_too_few_is_refused():
+    body, frames = message()
+    with pytest.raises(ProtocolError, match="4 arrays and has 3 frames"):
+        parse_group(body, frames[:-1])
+
+
+def test_a_reward_that_is_not_a_number_is_no_reward():
+    metas = [SampleMeta(i, "stop", float("nan"), None, {}, "ok", [(7, 2, n)]) for i, n in enumerate((5, 4))]
+    group = parse_group(*message(metas=metas))
+    assert group.scored == 0 and void_reason(group, 2, False) == "infra"
+
+
+def held(group_id: int) -> GroupData:
+    return GroupData(group_id, "train", "reverse", 0, 0, ())
+
+
+def test_demand_is_what_is_missing_to_the_batch():
+    inbox = Inbox()
+    assert inbox.ask("train", 4) == 4
+    assert inbox.ask("train", 4) == 0
+    assert inbox.put(held(9)) and inbox.put(held(3)) and not inbox.put(held(3))
+    assert (inbox.held("train"), inbox.outstanding("train")) == (2, 2)
+    assert inbox.ask("train", 5) == 1
+    assert [g.group_id for g in inbox.take("train", 1, ordered=False)] == [9]
+    assert inbox.put(held(4))
+    assert [g.group_id for g in inbox.take("train", 2, ordered=True)] == [3, 4]
+    assert inbox.clear("train") == [] and inbox.outstanding("train") == 0
+
+
+def test_dynamic_sampling_looks_at_raw_correctness_alone():
+    body, frames = message()
+    mixed = parse_group(body, frames)
+    same = parse_group(
+        *message(
+            metas=[
+                SampleMeta(i, "stop", r, True, {}, "ok", [(7, 2, n)]) for i, (n, r) in enumerate([(5, 0.2), (4, 0.9)])
+            ]
+        )
+    )
+    assert void_reason(mixed, 2, True) is None
+    assert void_reason(same, 2, True) == "no contrast" and void_reason(same, 2, False) is None
