@@ -67,7 +67,7 @@ def _take(x: torch.Tensor, index: torch.Tensor | None, start: int, rows: int, wi
     return taken.view(rows, width, *x.shape[1:]).transpose(1, 2)
 
 
-def tree_attention(  # noqa: PLR0917 - transformers' signature
+def tree_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -134,10 +134,8 @@ class Policy:
     @property
     def head(self) -> torch.Tensor:
         """The output embedding [V, H] (the input embedding where they are tied)."""
-        module = self.model.get_output_embeddings()
-        assert module is not None
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
+        model: Any = self.model
+        weight: torch.Tensor = model.get_output_embeddings().weight
         return weight
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -147,12 +145,11 @@ class Policy:
 
     def hidden(self, batch: Microbatch) -> torch.Tensor:
         """[T, H] last hidden states of the packed tokens."""
-        to = lambda a: torch.from_numpy(a).to(self.device)  # noqa: E731
         backbone: Any = self.model.base_model
         with self._autocast():
             out = backbone(
-                input_ids=to(batch.input_ids)[None],
-                position_ids=to(batch.positions)[None],
+                input_ids=torch.from_numpy(batch.input_ids).to(self.device)[None],
+                position_ids=torch.from_numpy(batch.positions).to(self.device)[None],
                 use_cache=False,
                 tree=tree_of(batch, self.device),
             )

@@ -118,9 +118,7 @@ class Trainer:
         rate = learning_rate(self.recipe.optimizer, self.steps_done, self.total_steps)
         sums.add(names.LEARNER_RATE, rate)
         for number, update in enumerate(self._updates(data, flat, updates)):
-            self._update(
-                data, flat, update, self.flags, sums, rate=rate, temperature=temperature, first=number == 0
-            )
+            self._update(data, flat, update, self.flags, sums, rate=rate, temperature=temperature, first=number == 0)
         self.steps_done += 1
         sums.add(names.LEARNER_STEPS, 1)
         return StepReport(sums.values, void, [g.group_id for g in data.groups], time.perf_counter() - begun)
@@ -160,10 +158,10 @@ class Trainer:
             if self._reference is None:
                 self._reference = self._frozen_copy()
             flat.reference = self._evaluate(self._reference, data, flat, temperature)
-        flat.advantage = torch.from_numpy(self._advantages(data)).to(device)
+        flat.advantage = self._advantages(data, flat)
         return flat
 
-    def _advantages(self, data: StepRows) -> Array:
+    def _advantages(self, data: StepRows, flat: _Flat) -> torch.Tensor:
         """f32[M]: the advantage of every trained token; moves the domains' running baselines (ema)."""
         grouped = [
             objectives.GroupRewards(
@@ -174,13 +172,21 @@ class Trainer:
             )
             for group in data.groups
         ]
-        per_sample = [value for row in objectives.advantages(self.objective, grouped) for value in row]
+        each = [value for row in objectives.advantages(self.objective, grouped) for value in row]
         for group, rewards in zip(data.groups, grouped, strict=True):
-            scored = [r for r in rewards.rewards if r is not None]
-            old = self.baselines.get(group.domain)
-            mean = float(np.mean(scored))
-            self.baselines[group.domain] = mean if old is None else old + BASELINE_RATE * (mean - old)
-        return np.repeat(np.asarray([0.0 if a is None else a for a in per_sample], dtype=np.float32), data.trained)
+            mean = float(np.mean([r for r in rewards.rewards if r is not None]))
+            old = self.baselines.get(group.domain, mean)
+            self.baselines[group.domain] = old + BASELINE_RATE * (mean - old)
+        found = objectives.token_advantages(
+            self.objective,
+            torch.tensor([0.0 if value is None else value for value in each], dtype=torch.float64),
+            torch.ones(len(data.lag), dtype=torch.bool),
+            torch.from_numpy(data.cu_seqlens),
+            value=torch.tensor([v for row in objectives.group_means(grouped) for v in row], dtype=torch.float64),
+            d=None if flat.prox is None else (flat.prox - flat.mu).cpu(),
+            step_rewards=torch.from_numpy(data.token_reward) if data.token_reward.any() else None,
+        )
+        return found.to(self.policy.device)
 
     def _updates(self, data: StepRows, flat: _Flat, count: int) -> Iterator[_Update]:
         """Divide the step's groups, in order, among `count` optimiser steps."""
@@ -230,7 +236,7 @@ class Trainer:
             loss, metrics = policy_loss(
                 packed, out.logprob, flags, update.normalisers, entropy=out.entropy, ahead=update.ahead
             )
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             logprob = out.logprob.detach().float().cpu().numpy()
             seen[batch.flat] = logprob
             sums.add_loss(metrics)

@@ -79,7 +79,7 @@ def test_order_of_arrival_changes_no_bit():
     assert weights(one) == weights(other) != weights(Trainer(model(), RECIPE, 10))
 
 
-@pytest.mark.parametrize("name", ["decoupled_ppo", "gspo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("name", ["decoupled_ppo", "gspo", "dr_grpo", "dapo", "vtrace", "reinforce++", "m2po", "opo"])
 def test_micro_batches_change_nothing_but_rounding(name):
     recipe = change(objective={"name": name}, pacing={"max_staleness": 0})
     small = change(recipe, optimizer={"tokens_per_microbatch": 10})
