@@ -202,6 +202,7 @@ class Peer:
         self._ticked_at = time.monotonic()
         self._tick()
         answers = asyncio.gather(*(side.welcome for side in self._sides))
+        answers.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also after a timeout
         done = first(answers, self.lost)
         try:
             await wait_for(f"broker at {self.address}", done, timeout_s)

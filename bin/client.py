@@ -1,0 +1,66 @@
+"""Asks a broker how the run is going: a peer of role "status" that sends StatusRequest and awaits StatusReport.
+
+Used by `temper status` and by the live view of `temper run`. Never in the way of the run: requests are transient.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from temper.common.errors import ConfigError, PeerLost
+from temper.common.keys import load_peer
+from temper.common.peer import Peer, new_session
+from temper.common.reports import RunStatus, decode
+from temper.common.schema import Hello, StatusReport, StatusRequest
+
+
+class StatusClient:
+    """One connection; `fetch` may be called again and again."""
+
+    def __init__(self, address: str, key_file: str | None = None) -> None:
+        self.address = address
+        keys = load_peer(Path(key_file)) if key_file else None
+        name = f"status-{os.getpid()}"
+        self._peer = Peer(
+            address, Hello("status", name, new_session(), host=socket.gethostname(), pid=os.getpid()), keys=keys
+        )
+        self._peer.on(StatusReport, self._report)
+        self._answer: asyncio.Future[RunStatus] | None = None
+
+    async def open(self, timeout_s: float) -> None:
+        """Connect; PeerLost when no broker answers within `timeout_s`."""
+        await self._peer.open(timeout_s)
+
+    async def fetch(self, timeout_s: float = 5.0) -> RunStatus:
+        """The broker's picture now; PeerLost when it does not answer in time or is gone."""
+        self._answer = asyncio.get_running_loop().create_future()
+        self._peer.post(StatusRequest())
+        awaited: set[asyncio.Future[Any]] = {self._answer, self._peer.lost}
+        await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._answer.done():
+            return self._answer.result()
+        if self._peer.lost.done():
+            raise PeerLost(f"the broker at {self.address} is gone: {self._peer.fault}")
+        raise PeerLost(f"the broker at {self.address} did not answer a status request within {timeout_s:g} s")
+
+    async def close(self) -> None:
+        """Say goodbye."""
+        await self._peer.close("status done", 0)
+
+    def _report(self, body: StatusReport, frames: list[memoryview]) -> None:
+        if self._answer is not None and not self._answer.done() and frames:
+            self._answer.set_result(decode(bytes(frames[0]), RunStatus, f"the broker at {self.address}"))
+
+
+def address_of(run_dir: Path) -> str:
+    """The broker's address that a run directory's run.json names; ConfigError when there is no running run."""
+    import json
+
+    try:
+        return str(json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["address"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{run_dir}: no run.json with the broker's address here: is it a run directory?") from error

