@@ -299,7 +299,7 @@ def demonstration(domain: Domain, name: str, task: Task, text: Text, stops: Sequ
     except Exception as error:
         raise Failed("task", f"{name}.demonstration: {describe(error)}") from error
     if answer is None:
-        raise Failed("task", f"{name} has no demonstration for {task.key[:100]!r}: set its warm_start = false")
+        raise Failed("task", f"{name} has no demonstration for {task.key[:100]!r}: set its warm_start_share = 0")
     ids = text.encode(answer)
     if not ids or ids[-1] not in stops:
         ids.append(text.eos_ids[0])

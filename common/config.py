@@ -145,7 +145,7 @@ class DomainConfig:
     share: float = 1.0  # share of the groups, relative to the other domains
     level: int = 0  # difficulty, meaning is the domain's
     needs_sandbox: bool = False  # programs are executed
-    warm_start: bool = True  # its demonstrations take part in the warm start
+    warm_start_share: float = 1.0  # share of the warm start's demonstrations, relative; 0 = none
     train: bool = True  # false: only evaluated
     options: Mapping[str, Any] = field(default_factory=dict)  # handed to the domain's make()
 

@@ -124,7 +124,7 @@ INERT: dict[str, tuple[Callable[[Recipe], bool], str]] = {
 }
 DOMAIN_INERT: dict[str, tuple[Callable[[Recipe, DomainConfig], bool], str]] = {
     "share": (lambda r, d: d.train, "train = false: it gets no groups"),
-    "warm_start": (lambda r, d: r.warm_start.max_steps > 0, "warm_start.max_steps is 0: there is no warm start"),
+    "warm_start_share": (lambda r, d: r.warm_start.max_steps > 0, "warm_start.max_steps is 0: there is no warm start"),
 }
 
 # Combinations that cannot work: (is it wrong?, what to say).
