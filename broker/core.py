@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 from temper.broker import pacing
 from temper.broker.events import (
     Action,
@@ -37,7 +38,7 @@ from temper.broker.events import (
 )
 from temper.broker.groups import GroupBook, GroupRecord
 from temper.broker.jobs import JobBook
-from temper.broker.leases import LeaseBook, LeaseRecord
+from temper.broker.leases import AttemptState, LeaseBook, LeaseRecord
 from temper.common import schema
 from temper.common.config import Recipe
 from temper.common.schedule import Assignment, Schedule
@@ -66,7 +67,11 @@ class Changes:
 
     leases: list[LeaseRecord]
     groups: list[GroupRecord]
+    ended: list[tuple[int, int, PeerKey, AttemptState]]  # attempts that ended: (lease, attempt, peer, how)
     state: dict[str, Any]
+
+    def __bool__(self) -> bool:
+        return bool(self.leases or self.groups or self.ended)
 
 
 class BrokerCore:
@@ -134,9 +139,11 @@ class BrokerCore:
 
     def changes(self) -> Changes:
         """Records touched since the last call, and the small state; call once per batch of events."""
-        changed = Changes(list(self.leases.dirty.values()), list(self.groups.dirty.values()), self.state())
-        self.leases.dirty.clear()
-        self.groups.dirty.clear()
+        leases, groups = self.leases, self.groups
+        changed = Changes(list(leases.dirty.values()), list(groups.dirty.values()), leases.ended, self.state())
+        leases.dirty.clear()
+        groups.dirty.clear()
+        leases.ended = []
         return changed
 
     # ------------------------------------------------------------ peers
@@ -584,25 +591,37 @@ class BrokerCore:
             "order": self.groups.order,
             "oldest_checkpoint": self.oldest_checkpoint,
             "schedule": self.schedule.state(),
-            "paused": self.paused,
+            "phase": None if self.phase is None else msgspec.to_builtins(self.phase),
+            "demand": dict(self.demand),
+            "paused": dict(self.paused),
+            "quarantine_row": dict(self.quarantine_row),
             "leases": {lane: dict(counts) for lane, counts in self.leases.counts.items()},
             "attempts": dict(self.leases.attempts),
             "groups": {lane: dict(counts) for lane, counts in self.groups.counts.items()},
             "voids": {lane: dict(counts) for lane, counts in self.groups.voids.items()},
         }
 
-    def load(self, state: dict[str, Any], leases: list[LeaseRecord], groups: list[GroupRecord]) -> None:
-        """Continue from what `changes` wrote. Call before any event."""
+    def load(self, state: dict[str, Any], leases: list[LeaseRecord], groups: list[GroupRecord], now: float) -> None:
+        """Continue from what `changes` wrote. Call before any event.
+
+        Attempts that were out stay with their peers, which have `weights_timeout_s` to show up again.
+        """
         self.lineage, self.version, self.steps_done = state["lineage"], state["version"], state["steps_done"]
         self.groups.order = state["order"]
         self.oldest_checkpoint = state["oldest_checkpoint"]
         self.schedule.load(state["schedule"])
-        self.paused = dict(state["paused"])
+        self.phase = None if state["phase"] is None else msgspec.convert(state["phase"], schema.Phase)
+        self.demand.update(state["demand"])
+        self.paused.update(state["paused"])
+        self.quarantine_row.update(state["quarantine_row"])
         self.leases.attempts.update(state["attempts"])
         for book, key in ((self.leases.counts, "leases"), (self.groups.counts, "groups"), (self.groups.voids, "voids")):
             for lane, counts in state[key].items():
                 book[lane].update(counts)
         for lease in leases:
+            lease.deadline = now + self.pacing.weights_timeout_s
             self.leases.restore(lease)
         for group in groups:
             self.groups.restore(group)
+            if group.lane == "eval" and group.state == "queued":
+                self.reports.append(group.group_id)

@@ -69,6 +69,7 @@ class LeaseBook:
         self.waiting: dict[str, list[int]] = defaultdict(list)  # lane -> ids in flight but not out, oldest first
         self.held: dict[PeerKey, set[int]] = defaultdict(set)  # peer -> leases out with it
         self.dirty: dict[int, LeaseRecord] = {}
+        self.ended: list[tuple[int, int, PeerKey, AttemptState]] = []  # (lease, attempt, peer, how) to write down
         self._deadlines: list[tuple[float, int, int]] = []
 
     def create(self, record: LeaseRecord) -> None:
@@ -148,6 +149,7 @@ class LeaseBook:
         held.discard(record.lease_id)
         if not held:
             del self.held[record.peer]
+        self.ended.append((record.lease_id, record.attempt, record.peer, how))
         record.attempt_state, record.last_peer, record.peer = how, record.peer, ""
         record.deadline = math.inf
         self.attempts[how] += 1

@@ -5,14 +5,18 @@ S; a group is trained once in the surviving lineage; the run ends."""
 from __future__ import annotations
 
 import heapq
+import json
 import random
+import sqlite3
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import pytest
 from temper.broker import events as ev
 from temper.broker.core import BrokerCore
+from temper.broker.ledger import Accepted, Ledger
 from temper.common import schema
 from temper.common.config import Pacing, Recipe, Run
 
@@ -80,6 +84,7 @@ class Sim:
         self.finished: ev.Finish | None = None
         self.checkpoint = 0
         self.most_active = 0
+        self.persist: Callable[[ev.Event, list[ev.Action]], None] = lambda event, actions: None
 
     # -------------------------------------------------------- time
 
@@ -87,10 +92,13 @@ class Sim:
         self._sequence += 1
         heapq.heappush(self._agenda, (self.now + delay_s, self._sequence, what))
 
-    def tell(self, event: ev.Event) -> None:
-        for action in self.core.on(event, self.now):
+    def tell(self, event: ev.Event) -> list[ev.Action]:
+        actions = self.core.on(event, self.now)
+        self.persist(event, actions)  # before anything is carried out
+        for action in actions:
             self.act(action)
         self.check()
+        return actions
 
     def run(self, limit_s: float = 20_000.0) -> None:
         for _ in range(self.world.actors):
@@ -177,12 +185,8 @@ class Sim:
             correct = value if same else index % 2 == 0
             samples.append(schema.SampleMeta(index, "stop", float(correct), correct, {}, "ok", []))
         event = ev.SamplesArrived(peer, lease.lease_id, lease.attempt, tuple(samples), 10)
-        actions = self.core.on(event, self.now)
-        if any(isinstance(action, ev.Store) for action in actions):
+        if any(isinstance(action, ev.Store) for action in self.tell(event)):
             self.sampled.setdefault(lease.lease_id, []).append(version)
-        for action in actions:
-            self.act(action)
-        self.check()
 
     # -------------------------------------------------------- learner
 
@@ -479,3 +483,76 @@ def test_the_simulation_notices_a_broken_pacing_rule(monkeypatch: pytest.MonkeyP
     sim = Sim(replace(World(max_staleness=0), max_steps=8))
     sim.run()
     assert max(sim.lags) > 0
+
+
+class Persistent:
+    """Keeps a ledger beside a simulation, and now and then replaces the core by one restored from the ledger."""
+
+    def __init__(self, sim: Sim, folder: Path, restart_every: int) -> None:
+        self.sim, self.folder, self.restart_every = sim, folder, restart_every
+        self.ledger = Ledger(folder, "run", cache_bytes=200)
+        self.events = self.restarts = 0
+        sim.persist = self.persist
+
+    def persist(self, event: ev.Event, actions: list[ev.Action]) -> None:
+        for action in actions:
+            if isinstance(action, ev.Store):
+                assert isinstance(event, ev.SamplesArrived)
+                body = schema.Samples(event.lease_id, event.attempt, 0, list(event.samples), [])
+                frames = [f"{event.lease_id}:{index}".encode() for index in action.indices]
+                assert isinstance(self.ledger.accept(body, frames), Accepted)
+            elif isinstance(action, ev.Deliver):
+                record = self.sim.core.leases.leases[action.group_id]
+                found = [bytes(frame).decode() for _, frames in self.ledger.read(action.group_id) for frame in frames]
+                assert sorted(found) == sorted(f"{action.group_id}:{index}" for index in record.have)
+            elif isinstance(action, ev.Release):
+                self.ledger.release(action.group_ids)
+        self.ledger.record(self.sim.core.changes())
+        self.ledger.commit()
+        if isinstance(event, ev.Tick):
+            return  # each restart grants attempts that are out new time, so idle seconds must not restart
+        self.events += 1
+        if self.events % self.restart_every == 0 and self.sim.core.failed is None and self.sim.finished is None:
+            actions += self.restart()
+            self.ledger.record(self.sim.core.changes())
+            self.ledger.commit()
+
+    def restart(self) -> list[ev.Action]:
+        """As after kill -9: nothing but the files counts."""
+        old = self.sim.core
+        self.ledger = Ledger(self.folder, "run", cache_bytes=200)
+        restored = self.ledger.restore()
+        assert restored is not None
+        core = BrokerCore(Recipe(run=Run(seed=7, max_steps=old.max_steps), pacing=old.pacing))
+        core.load(restored.state, restored.leases, restored.groups, self.sim.now)
+        assert json.dumps(core.state()) == json.dumps(old.state())
+        assert core.groups.active == {lane: ids for lane, ids in old.groups.active.items() if ids}
+        assert {i: asdict(g) for i, g in core.groups.groups.items()} == {
+            i: asdict(g) for i, g in old.groups.groups.items()
+        }
+        for lease_id, lease in core.leases.leases.items():
+            assert asdict(replace(lease, deadline=0.0)) == asdict(replace(old.leases.leases[lease_id], deadline=0.0))
+        actions: list[ev.Action] = []
+        for peer in old.peers.values():
+            actions += core.on(ev.Joined(peer.peer, peer.role, peer.name, peer.slots), self.sim.now)
+        core.void_row, core.void_causes, core.letters = old.void_row, old.void_causes, old.letters
+        self.sim.core = core
+        self.restarts += 1
+        return actions
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_core_restored_from_the_ledger_is_the_same_and_goes_on(seed: int, tmp_path: Path) -> None:
+    world = replace(random_world(seed), learner_crash=0.1, actor_death=0.3)
+    sim = Sim(world)
+    persistent = Persistent(sim, tmp_path, restart_every=17)
+    sim.run()
+    assert persistent.restarts > 0 or persistent.events < 17
+    persistent.ledger.close()
+    if sim.failed is None:
+        sim.accounted()
+        books = sqlite3.connect(tmp_path / "ledger.sqlite")
+        rows = dict(books.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
+        assert rows == {state: n for state, n in sim.core.groups.counts["train"].items() if n}
+        assert dict(books.execute("SELECT group_id, version FROM groups WHERE state = 'trained'")) == sim.trained
+        books.close()

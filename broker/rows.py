@@ -1,0 +1,91 @@
+"""The ledger's tables, and records to rows and back. Called by `Ledger`; tests and tools may read the tables."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from temper.broker.groups import GroupRecord
+from temper.broker.leases import LeaseRecord
+from temper.broker.payloads import Key, Part
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS leases (
+    lease_id INTEGER PRIMARY KEY, lane TEXT NOT NULL, domain TEXT NOT NULL, level INTEGER NOT NULL,
+    task_seed INTEGER NOT NULL, size INTEGER NOT NULL, pinned_version INTEGER, state TEXT NOT NULL,
+    attempt INTEGER NOT NULL, attempt_state TEXT NOT NULL, peer TEXT NOT NULL, last_peer TEXT NOT NULL,
+    min_version INTEGER NOT NULL, touched INTEGER NOT NULL, filled TEXT NOT NULL,
+    task_failures INTEGER NOT NULL, infra_failures INTEGER NOT NULL, error TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS attempts (
+    lease_id INTEGER NOT NULL, attempt INTEGER NOT NULL, peer TEXT NOT NULL, state TEXT NOT NULL,
+    PRIMARY KEY (lease_id, attempt)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS groups (
+    group_id INTEGER PRIMARY KEY, lane TEXT NOT NULL, domain TEXT NOT NULL, state TEXT NOT NULL, version INTEGER,
+    reason TEXT NOT NULL, place INTEGER NOT NULL, bytes INTEGER NOT NULL, samples INTEGER NOT NULL,
+    scored INTEGER NOT NULL, right INTEGER NOT NULL, wrong INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS samples (
+    lease_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, part INTEGER NOT NULL,
+    PRIMARY KEY (lease_id, sample_index)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS parts (
+    lease_id INTEGER NOT NULL, part INTEGER NOT NULL, indices TEXT NOT NULL, segment INTEGER NOT NULL,
+    offset INTEGER NOT NULL, length INTEGER NOT NULL, PRIMARY KEY (lease_id, part)) WITHOUT ROWID;
+"""
+
+INSERT_SAMPLE = "INSERT INTO samples VALUES (?, ?, ?)"
+INSERT_PART = "INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?)"
+DELETE_PARTS = "DELETE FROM parts WHERE lease_id = ?"
+UPSERT_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
+UPSERT_ATTEMPT = "INSERT OR REPLACE INTO attempts VALUES (?, ?, ?, ?)"
+UPSERT_LEASE = f"INSERT OR REPLACE INTO leases VALUES ({', '.join('?' * 18)})"
+UPSERT_GROUP = f"INSERT OR REPLACE INTO groups VALUES ({', '.join('?' * 12)})"
+
+
+def part_row(key: Key, part: Part) -> tuple[Any, ...]:
+    """A row of `parts`; the part must have been written."""
+    assert part.ref is not None
+    return (*key, json.dumps(part.indices), *part.ref)
+
+
+def lease_row(r: LeaseRecord) -> tuple[Any, ...]:
+    """A row of `leases`."""
+    return (
+        r.lease_id,
+        r.lane,
+        r.domain,
+        r.level,
+        r.task_seed,
+        r.size,
+        r.pinned_version,
+        r.state,
+        r.attempt,
+        r.attempt_state,
+        r.peer,
+        r.last_peer,
+        r.min_version,
+        int(r.touched),
+        json.dumps(r.filled),
+        r.task_failures,
+        r.infra_failures,
+        r.error,
+    )
+
+
+def lease_of(row: tuple[Any, ...]) -> LeaseRecord:
+    """The inverse of `lease_row`, without the indices that samples are there for."""
+    record = LeaseRecord(*row[:7])
+    record.state, record.attempt, record.attempt_state, record.peer, record.last_peer = row[7:12]
+    record.min_version, record.touched, record.filled = row[12], bool(row[13]), tuple(json.loads(row[14]))
+    record.task_failures, record.infra_failures, record.error = row[15:18]
+    return record
+
+
+def group_row(r: GroupRecord) -> tuple[Any, ...]:
+    """A row of `groups`."""
+    counts = (r.nbytes, r.samples, r.scored, r.right, r.wrong)
+    return (r.group_id, r.lane, r.domain, r.state, r.version, r.reason, r.order, *counts)
+
+
+def group_of(row: tuple[Any, ...]) -> GroupRecord:
+    """The inverse of `group_row`."""
+    return GroupRecord(*row)
