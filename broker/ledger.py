@@ -181,9 +181,8 @@ class Ledger:
     # ------------------------------------------------------------ writing
 
     def _write_books(self) -> None:
-        if not (self._written or self._indices or self._leases or self._groups or self._ended or self._released):
-            if self._state is None:
-                return
+        if self._state is None and not (self._written or self._indices or self._released):
+            return
         db = self._db
         db.execute("BEGIN IMMEDIATE")
         try:

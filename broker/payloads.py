@@ -71,7 +71,7 @@ class PayloadStore:
         while self._unwritten and (everything or self.cached_bytes > self.cache_bytes):
             key, part = self._unwritten.popitem(last=False)
             meta, frames = self._cache[key]
-            part.ref = self.segments.append(key[0], pack_meta(meta), frames)  # type: ignore[arg-type]
+            part.ref = self.segments.append(key[0], pack_meta(meta), frames)
             written.append((key, part))
             if not everything:
                 self._uncache(key)

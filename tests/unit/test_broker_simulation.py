@@ -67,7 +67,8 @@ class Sim:
             max_void_in_a_row=world.max_void_in_a_row,
         )
         self.core = BrokerCore(Recipe(run=Run(seed=7, max_steps=world.max_steps), pacing=pacing))
-        self.now, self._sequence, self._agenda = 0.0, 0, []
+        self.now, self._sequence = 0.0, 0
+        self._agenda: list[tuple[float, int, Callable[[], object]]] = []
         self.actors: set[str] = set()
         self.published = 0  # version that actors have
         self.version = self.steps = 0
@@ -88,9 +89,9 @@ class Sim:
 
     # -------------------------------------------------------- time
 
-    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+    def later(self, delay_s: float, what: Callable[..., object], *arguments: object) -> None:
         self._sequence += 1
-        heapq.heappush(self._agenda, (self.now + delay_s, self._sequence, what))
+        heapq.heappush(self._agenda, (self.now + delay_s, self._sequence, lambda: what(*arguments)))
 
     def tell(self, event: ev.Event) -> list[ev.Action]:
         actions = self.core.on(event, self.now)
@@ -139,7 +140,7 @@ class Sim:
             case ev.Deliver(_, group_id, None):
                 self.delivered[self.incarnation, group_id] += 1
                 assert self.delivered[self.incarnation, group_id] == 1
-                self.later(0.01, lambda inc=self.incarnation: self.receive(inc, group_id))
+                self.later(0.01, self.receive, self.incarnation, group_id)
             case ev.Fail():
                 self.failed = action
                 self.later(0.01, self.over)
@@ -166,14 +167,18 @@ class Sim:
         for share, cause in ((world.task_error + bad, "task"), (world.infra_error, "infra"), (world.drain, "drain")):
             if luck < share:
                 first = lease.indices[:1] if self.random.random() < world.half else []
-                self.later(duration / 2, lambda f=first: self.finish(peer, lease, f, version))
+                self.later(duration / 2, self.finish, peer, lease, first, version)
                 back = schema.Return(lease.lease_id, lease.attempt, cause, "no")  # type: ignore[arg-type]
-                self.later(duration, lambda b=back: peer in self.actors and self.tell(ev.Received(peer, b)))
+                self.later(duration, self.give_back, peer, back)
                 return
             luck -= share
         if luck < world.vanish:
             return
         self.later(duration, lambda: self.finish(peer, lease, lease.indices, version))
+
+    def give_back(self, peer: str, body: schema.Return) -> None:
+        if peer in self.actors:
+            self.tell(ev.Received(peer, body))
 
     def finish(self, peer: str, lease: schema.Lease, indices: list[int], version: int) -> None:
         if peer not in self.actors or not indices:
@@ -407,7 +412,8 @@ def test_one_bad_task_in_a_batch_of_four_is_quarantined_and_replaced() -> None:
 
 def test_expired_leases_that_fill_the_capacity_at_staleness_0_go_out_again() -> None:
     sim = Sim(World(max_staleness=0, max_steps=3, slots=2))
-    fine, swallowed = sim.begin, []
+    fine = sim.begin
+    swallowed: list[int] = []
 
     def begin(peer: str, lease: schema.Lease) -> None:
         if len(swallowed) < 4:
