@@ -92,7 +92,14 @@ ACTOR_TASK_ERRORS = declare(
 
 
 # ---------------------------------------------------------------- sandbox
-
+SANDBOX_JOBS = declare("sandbox/jobs/finished_count", "jobs", "counter", "Jobs answered with a verdict.")
+SANDBOX_CANCELLED = declare("sandbox/jobs/cancelled_count", "jobs", "counter", "Jobs cancelled while they ran.")
+SANDBOX_OUTCOMES = declare("sandbox/outcomes/*", "jobs", "counter", "Jobs by outcome.")
+SANDBOX_PROGRAMS = declare("sandbox/programs/finished_count", "programs", "counter", "Program runs (tests) finished.")
+SANDBOX_RUNNING = declare("sandbox/jobs/running_count", "jobs", "gauge", "Jobs running.")
+SANDBOX_WALL = declare("sandbox/jobs/wall_seconds", "s", "counter", "Wall time of jobs, jails' starts included.")
+SANDBOX_CPU = declare("sandbox/programs/cpu_seconds", "s", "counter", "CPU time of programs.")
+SANDBOX_JAILS = declare("sandbox/jails/started_count", "jails", "counter", "Jails started.")
 
 # ---------------------------------------------------------------- broker
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import secrets
 import shutil
@@ -17,16 +16,29 @@ import tempfile
 from pathlib import Path
 
 from temper.common.errors import EnvironmentFault
+from temper.common.log import log
 from temper.sandbox import cgroups
+from temper.sandbox.jail import enterable_by_others
 
-log = logging.getLogger("temper.sandbox")
+
+def default_base() -> Path:
+    """Where all workers of this user keep their folders. As root it must be a place that the jails' uid can enter."""
+    places = [Path(tempfile.gettempdir())]
+    if os.geteuid() == 0:
+        places = [place for place in (Path("/run"), *places, Path("/var/tmp")) if enterable_by_others(place)]
+    for place in places:
+        if os.access(place, os.W_OK | os.X_OK):
+            return place / f"temper-sandbox-{os.geteuid()}"
+    raise EnvironmentFault(
+        "no writable folder for the sandbox's state that other users can enter: tried /run and TMPDIR"
+    )
 
 
 class State:
     """The folder of a living worker. `folder` can be entered, not listed, by other users."""
 
     def __init__(self, base: Path | None = None) -> None:
-        self.base = base or Path(tempfile.gettempdir(), f"temper-sandbox-{os.geteuid()}")
+        self.base = base or default_base()
         self._prepare_base()
         self.name = f"temper-{os.getpid()}-{secrets.token_hex(4)}"
         self.folder = self.base / self.name
@@ -55,7 +67,7 @@ class State:
                     cgroups.sweep(root)
                 swept.append(name)
         for name in sorted(set(swept)):
-            log.info("swept what the dead worker %s left", name)
+            log(f"swept what the dead worker {name} left")
         return sorted(set(swept))
 
     def close(self) -> None:

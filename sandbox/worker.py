@@ -8,11 +8,11 @@ cancelled, nothing of the job is left.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Coroutine
 from typing import Any
 
+from temper.common.log import log
 from temper.common.schema import SandboxJob, TestCase, Verdict
 from temper.sandbox import verdicts
 from temper.sandbox.cell import Cell, JailFailed, Request, pack_bundle, sealed
@@ -21,8 +21,6 @@ from temper.sandbox.jail import Host
 from temper.sandbox.languages import LANGUAGES, Language
 from temper.sandbox.spawner import Spawner
 from temper.sandbox.state import State
-
-log = logging.getLogger("temper.sandbox")
 
 FILES_LIMIT = 256
 FILES_LIMIT_BYTES = 32 * 1024 * 1024
@@ -40,7 +38,7 @@ class Worker:
         self._spawner: Spawner | None = None
         self.hierarchy = Hierarchy(0)
         self._slots = asyncio.Semaphore(slots)
-        self._cells = 0
+        self._cells = self._counted = 0
         self.running: set[Cell] = set()
         self.began = asyncio.Event()  # some job has begun to run
         self._background: set[asyncio.Task[None]] = set()
@@ -59,6 +57,11 @@ class Worker:
             self._spawner.close()
         self._state.close()
 
+    def take_started(self) -> int:
+        """Jails started since the last call."""
+        started, self._counted = self._cells - self._counted, self._cells
+        return started
+
     async def execute(self, job: SandboxJob) -> Verdict:
         """Run `job` and judge it. Cancelling kills what runs; the jail is gone before the cancellation goes on."""
         problem = refuse(job)
@@ -68,7 +71,7 @@ class Worker:
             try:
                 return await self._fresh(job, LANGUAGES[job.language])
             except (JailFailed, OSError) as error:
-                log.warning("job %s: %s", job.job_id, error)
+                log(f"job {job.job_id}: {error}")
                 return verdicts.infra(str(error))
 
     async def _fresh(self, job: SandboxJob, language: Language) -> Verdict:
@@ -95,7 +98,7 @@ class Worker:
             except JailFailed as error:
                 if attempt == START_ATTEMPTS:
                     raise
-                log.warning("jail %d did not start, trying again: %s", self._cells, error)
+                log(f"jail {self._cells} did not start, trying again: {error}")
         raise AssertionError("unreachable")
 
     async def _finish(self, ending: Coroutine[Any, Any, None]) -> None:

@@ -1,0 +1,105 @@
+"""The sandbox worker as a daemon: takes jobs from the broker up to its slots, answers each with a verdict.
+
+Every job is answered, unless it was cancelled or the process dies (then the broker gives it to another worker). A job that
+cannot even be read is answered with `infra` and the reason. Draining finishes what runs; what is not finished within the
+deadline is killed and goes back to the broker with the goodbye.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from temper.common import metrics
+from temper.common.daemon import PeerDaemon
+from temper.common.errors import ProtocolError
+from temper.common.log import log
+from temper.common.peer import Peer
+from temper.common.schema import Job, JobCancel, JobDone, SandboxJob, Verdict, pack_frames, unpack_frames
+from temper.sandbox import verdicts
+from temper.sandbox.jail import Host
+from temper.sandbox.worker import Worker
+
+
+class SandboxDaemon(PeerDaemon):
+    """`slots` jobs at once, on `host`, whose ability to jail has been checked."""
+
+    def __init__(self, name: str, address: str, host: Host, *, slots: int, key_file: str | None = None) -> None:
+        super().__init__("sandbox", name, address, slots=slots, key_file=key_file)
+        self.host = host
+        self.slots = slots
+        self._worker: Worker | None = None
+        self._jobs: dict[str, asyncio.Task[None]] = {}
+
+    def subscribe(self, peer: Peer) -> None:
+        peer.on(Job, self._on_job)
+        peer.on(JobCancel, self._on_cancel)
+
+    async def start(self) -> None:
+        """The worker first: jobs may arrive as soon as the broker knows us."""
+        self._worker = Worker(self.host, self.slots)
+        await self._worker.__aenter__()
+        limits = ", ".join(self._worker.hierarchy.names) or "none: rlimits only"
+        log(f"jails by {self.host.nsjail}; limits that the kernel enforces for whole program trees: {limits}")
+        await super().start()
+
+    async def drain(self, reason: str) -> None:
+        """Finish what runs."""
+        if self._jobs:
+            await asyncio.wait(self._jobs.values())
+        await self.peer.flush(self.drain_timeout_s)
+
+    async def close(self, exit_code: int, reason: str) -> None:
+        """Kill what runs, say goodbye, leave nothing on the host."""
+        running = list(self._jobs.values())
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=3.0)
+        await super().close(exit_code, reason)
+        if self._worker is not None:
+            await self._worker.__aexit__()
+
+    def tick(self) -> None:
+        self.meter.set(metrics.SANDBOX_RUNNING, len(self._jobs))
+        if self._worker is not None:
+            self.meter.add(metrics.SANDBOX_JAILS, self._worker.take_started())
+        super().tick()
+
+    def _on_job(self, job: Job, frames: list[memoryview]) -> None:
+        if job.job_id in self._jobs:
+            return  # handed out again before its answer arrived
+        data = [memoryview(bytes(frame)) for frame in frames]
+        task = self.spawn(self._answer(job, data), f"job {job.job_id}")
+        self._jobs[job.job_id] = task
+        task.add_done_callback(lambda _: self._jobs.pop(job.job_id, None))
+
+    def _on_cancel(self, cancel: JobCancel, frames: list[memoryview]) -> None:
+        task = self._jobs.get(cancel.job_id)
+        if task is not None:
+            self.meter.add(metrics.SANDBOX_CANCELLED)
+            task.cancel()
+
+    async def _answer(self, job: Job, frames: list[memoryview]) -> None:
+        started = time.monotonic()
+        verdict = await self._verdict(frames)
+        wall_s = time.monotonic() - started
+        self._count(verdict, wall_s)
+        await self.peer.send(JobDone(job.job_id, verdict.outcome, wall_s), pack_frames(verdict))
+
+    async def _verdict(self, frames: list[memoryview]) -> Verdict:
+        assert self._worker is not None
+        try:
+            request = unpack_frames(frames, SandboxJob)
+        except ProtocolError as error:
+            log(f"a job that cannot be read: {error}")
+            return verdicts.infra(str(error))
+        return await self._worker.execute(request)
+
+    def _count(self, verdict: Verdict, wall_s: float) -> None:
+        self.meter.add(metrics.SANDBOX_JOBS)
+        self.meter.add(metrics.SANDBOX_OUTCOMES.replace("*", verdict.outcome))
+        self.meter.add(metrics.SANDBOX_PROGRAMS, len(verdict.tests))
+        self.meter.add(metrics.SANDBOX_WALL, wall_s)
+        self.meter.add(metrics.SANDBOX_CPU, verdict.cpu_s)
+        self.last_progress = f"{verdict.outcome} in {wall_s:.3f} s"

@@ -1,0 +1,56 @@
+"""The host's own say about its jails: a TOML file, section ``[sandbox]``. Nothing of it ever comes from the broker.
+
+[sandbox]
+python = "/opt/python3.12/bin/python3"   # interpreter inside the jails; default: the one that runs Temper
+preload = ["math", "random"]             # imported before the first program where jails are kept warm
+[sandbox.binds]                          # read-only, host path = path in the jail
+"/srv/data" = "/data"
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from temper.common.errors import ConfigError
+from temper.sandbox.jail import Host, Interpreter, find_nsjail
+
+KEYS = {"python": str, "binds": dict, "preload": list}
+
+
+def load_host(file: Path | None = None) -> Host:
+    """The host that `file` describes (None: the defaults). ConfigError names a wrong key; EnvironmentFault a missing tool."""
+    section = _section(file) if file else {}
+    for key, value in section.items():
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(KEYS)}"
+            raise ConfigError(f"{file}: unknown key sandbox.{key}; {hint}")
+        if not isinstance(value, KEYS[key]):
+            raise ConfigError(f"{file}: sandbox.{key} is {value!r}, expected {KEYS[key].__name__}")
+    binds = section.get("binds", {})
+    for source, target in binds.items():
+        if (
+            not (isinstance(target, str) and source.startswith("/") and target.startswith("/"))
+            or ":" in source + target
+        ):
+            raise ConfigError(f"{file}: bind {source!r} = {target!r}: both are absolute paths without a colon")
+        if not Path(source).exists():
+            raise ConfigError(f"{file}: bind source {source} does not exist on this host")
+    preload = section.get("preload", [])
+    if not all(isinstance(name, str) and name.replace(".", "").replace("_", "").isalnum() for name in preload):
+        raise ConfigError(f"{file}: sandbox.preload is {preload!r}, expected module names")
+    return Host(find_nsjail(), Interpreter.of(section.get("python")), dict(binds), tuple(preload))
+
+
+def _section(file: Path) -> dict[str, Any]:
+    try:
+        data = tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"host file {file}: {error}") from error
+    section = data.get("sandbox", {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"{file}: sandbox is {section!r}, expected a table [sandbox]")
+    return section
