@@ -70,8 +70,8 @@ class Schedule:
         return Assignment(lease_id, domain, shares[domain][0], derive_seed(self.run_seed, lane, domain, lease_id))
 
     def held_out(self, domain: str, level: int, index: int) -> Assignment:
-        """The eval lane's lease for held-out task `index` of `domain`: the same task in every evaluation."""
-        return Assignment(self._take("eval"), domain, level, derive_seed(self.run_seed, "eval", domain, index))
+        """The eval lane's lease for held-out task `index` of `domain` (its task_seed): the same task in every evaluation."""
+        return Assignment(self._take("eval"), domain, level, index)
 
     def _take(self, lane: Lane) -> int:
         lease_id = self._next[lane]
