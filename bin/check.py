@@ -14,15 +14,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from temper.cli import preflight
+from temper.cli.run import derived_lines
 from temper.cli.version import versions
 from temper.common import recipe as recipes
 from temper.common.errors import EnvironmentFault
-from temper.common.recipe_derived import derived_table
 
 
 def host_rows() -> list[tuple[str, bool, str]]:
     """(what, whether it is fine, what was found and what to do)."""
-    from temper.sandbox.jail import check_host
+    from temper.sandbox.check import check_host
 
     report = check_host()
     cores = len(os.sched_getaffinity(0))
@@ -66,16 +66,12 @@ def check_recipe_command(source: str, overrides: Sequence[str]) -> int:
     recipe = recipes.load(source, overrides)
     preflight.check_model(recipe)
     preflight.check_modules(recipe)
+    preflight.check_objective(recipe)
     _, unavailable = preflight.without_sandbox(recipe)
-    table = Table(title=f"recipe {recipe.run.name}: fine", title_justify="left")
-    for column in ("", "value", "from"):
-        table.add_column(column)
-    for row in derived_table(recipe):
-        table.add_row(*row)
-    console = Console()
-    console.print(table)
+    print(f"recipe {recipe.run.name}: fine")
+    print("\n".join(derived_lines(recipe)))
     for name, why in unavailable.items():
-        console.print(f"domain {name} would be left out: {why}", markup=False)
+        print(f"domain {name} would be left out: {why}")
     return 0
 
 

@@ -51,6 +51,13 @@ def check_modules(recipe: Recipe) -> None:
             )
 
 
+def check_objective(recipe: Recipe) -> None:
+    """ConfigError when the objective does not exist or does not fit the pacing."""
+    from temper.learner.objectives import resolve
+
+    resolve(recipe.objective, recipe.pacing)
+
+
 def check_disk(run_dir: Path) -> None:
     """EnvironmentFault when there is no room to speak of in the run directory."""
     free = shutil.disk_usage(run_dir).free
@@ -69,7 +76,7 @@ def without_sandbox(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
     needing = [domain.name for domain in recipe.domains if domain.needs_sandbox]
     if not needing:
         return replace(recipe, daemons=replace(recipe.daemons, sandboxes=0)), {}
-    from temper.sandbox.jail import check_host
+    from temper.sandbox.check import check_host
 
     host = check_host()
     if host.ok:

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -78,6 +78,7 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> Plan:
     recipe = recipes.load(source, overrides)
     preflight.check_model(recipe)
     preflight.check_modules(recipe)
+    preflight.check_objective(recipe)
     recipe, unavailable = preflight.without_sandbox(recipe)
     if arguments.resume is not None:
         run_dir = rundir.resumed(arguments.resume)
@@ -116,6 +117,9 @@ def execute(planned: Plan) -> Summary:
                 ending = asyncio.run(supervisor.run())
             finally:
                 shown.close()
+            if ending.blamed:
+                last = supervisor.tail(ending.blamed)[-1:] or ["its log is empty"]
+                ending = replace(ending, reason=f"{ending.reason}: {last[0].strip()}")
             explain(ending, supervisor, run_dir)
             summary = complete(planned, picture, ending, time.monotonic() - started, earlier)
             write_summary(run_dir, summary)
@@ -135,7 +139,7 @@ def explain(ending: Ending, supervisor: Supervisor, run_dir: Path) -> None:
     if ending.exit_code == 0:
         return
     print(f"temper run: {ending.reason}", file=sys.stderr)
-    if ending.blamed:
+    if ending.blamed and supervisor.tail(ending.blamed):
         print(f"last lines of {run_dir / 'logs' / (ending.blamed + '.log')}:", file=sys.stderr)
         for line in supervisor.tail(ending.blamed):
             print(f"  {line}", file=sys.stderr)
@@ -178,17 +182,17 @@ def complete(planned: Plan, picture: view.Picture, ending: Ending, wall_s: float
     )
 
 
+def derived_lines(recipe: Recipe) -> list[str]:
+    """What a recipe implies, one line each."""
+    return [f"  {name + ':':<42} {value:<28} ({how})" for name, value, how in derived_table(recipe)]
+
+
 def show_plan(planned: Plan) -> None:
-    """What the recipe implies, before anything starts."""
-    console = Console(stderr=True)
-    table = Table(title=f"recipe {planned.recipe.run.name}, run directory {planned.run_dir}", title_justify="left")
-    for column in ("", "value", "from"):
-        table.add_column(column)
-    for row in derived_table(planned.recipe):
-        table.add_row(*row)
-    console.print(table)
+    """What the recipe implies and what is left out, on stderr, before anything starts."""
+    print(f"recipe {planned.recipe.run.name}, run directory {planned.run_dir}", file=sys.stderr)
+    print("\n".join(derived_lines(planned.recipe)), file=sys.stderr)
     for name, why in planned.unavailable.items():
-        console.print(f"domain {name} is left out: {why}", style="yellow", markup=False)
+        print(f"domain {name} is left out: {why}", file=sys.stderr)
 
 
 def show_summary(summary: Summary) -> None:
