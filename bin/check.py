@@ -11,8 +11,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
 from temper.cli import preflight
 from temper.cli.run import derived_lines
 from temper.cli.version import versions
@@ -22,9 +20,7 @@ from temper.common.errors import EnvironmentFault
 
 def host_rows() -> list[tuple[str, bool, str]]:
     """(what, whether it is fine, what was found and what to do)."""
-    from temper.sandbox.check import check_host
-
-    report = check_host()
+    report = preflight.host_report()
     cores = len(os.sched_getaffinity(0))
     free = shutil.disk_usage(Path.cwd()).free / 2**30
     sockets = Path(tempfile.gettempdir())
@@ -32,7 +28,7 @@ def host_rows() -> list[tuple[str, bool, str]]:
     return [
         ("Python", sys.version_info >= (3, 11), sys.version.split()[0]),
         ("packages", not missing, f"missing: {', '.join(missing)}" if missing else "all there"),
-        ("nsjail", report.ok, report.line()),
+        ("nsjail", report.ok, report.line().removeprefix("sandbox: ")),
         ("processor", cores >= 2, f"{cores} cores" + ("" if cores >= 2 else "; learner and actors will take turns")),
         ("disk", free >= 1, f"{free:.1f} GiB free in {Path.cwd()}" + ("" if free >= 1 else "; runs need about 1 GiB")),
         (
@@ -51,10 +47,8 @@ def host_rows() -> list[tuple[str, bool, str]]:
 def check_host_command() -> int:
     """Print the rows; EnvironmentFault naming what is not fine."""
     rows = host_rows()
-    table = Table(show_header=False)
     for name, fine, text in rows:
-        table.add_row("[green]ok[/]" if fine else "[red]no[/]", name, text)
-    Console().print(table)
+        print(f"{'ok' if fine else 'NO'}  {name:<16} {text}")
     bad = [f"{name}: {text}" for name, fine, text in rows if not fine]
     if bad:
         raise EnvironmentFault("; ".join(bad))

@@ -5,13 +5,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from temper.common.config import Recipe
 from temper.common.errors import ConfigError, EnvironmentFault
+
+if TYPE_CHECKING:
+    from temper.sandbox.check import HostReport
 
 DISK_FLOOR_BYTES = 64 * 1024 * 1024
 BUILT_IN_MODELS = ("micro", "smollm2")
@@ -68,6 +74,14 @@ def check_disk(run_dir: Path) -> None:
         )
 
 
+def host_report() -> HostReport:
+    """Whether programs can be jailed here, found by jailing one; its log lines are not shown, the report holds the cause."""
+    from temper.sandbox.check import check_host
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        return check_host()
+
+
 def without_sandbox(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
     """(the recipe as it can run here, {left-out domain: why and how to allow it}).
 
@@ -76,9 +90,7 @@ def without_sandbox(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
     needing = [domain.name for domain in recipe.domains if domain.needs_sandbox]
     if not needing:
         return replace(recipe, daemons=replace(recipe.daemons, sandboxes=0)), {}
-    from temper.sandbox.check import check_host
-
-    host = check_host()
+    host = host_report()
     if host.ok:
         return recipe, {}
     why = f"nsjail cannot run here: {host.problem}" + (f"; to allow it: {host.remedy}" if host.remedy else "")

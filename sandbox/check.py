@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from dataclasses import dataclass
 
@@ -101,7 +102,7 @@ def version_of(host: Host) -> str:
 
 def remedy_for(log: str) -> tuple[str, str]:
     """(problem, remedy) for nsjail's log of a failed start."""
-    lines = [line for line in log.splitlines() if line.startswith(("[E]", "[F]", "[W]"))]
+    lines = [found[0] for line in log.splitlines() if (found := re.search(r"\[[EFW]\]\[.*", line))]
     for needle, remedy in REMEDIES:
         for line in lines:
             if needle in line:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("actor", "learner", "broker", "sandbox", "kernels", "common", "bin")
 
 
-def run(command: list[str | Path], cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str | Path], cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TEMPER"))}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
