@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from temper.cli.policy import Role
+from temper.common.config import Recipe
 from temper.common.errors import EnvironmentFault
+from temper.common.reports import RECIPE_FILE
 
 TAIL_LINES = 20
 LINE_BYTES = 4096
@@ -112,38 +113,33 @@ class Process:
             self._popen.send_signal(number)
 
 
-def commands(
-    run_dir: Path, address: str, counts: Sequence[tuple[Role, int]], *, resume: bool, host_file: str | None
-) -> list[ProcessSpec]:
-    """The processes of a run on this machine: broker, learner, then `counts` of the other roles."""
-    host = ("--host", host_file) if host_file else ()
+def commands(recipe: Recipe, run_dir: Path, address: str, *, resume: bool, host_file: str | None) -> list[ProcessSpec]:
+    """The processes of a run on this machine: broker, learner, then as many of the others as ``[daemons]`` says."""
+    run = str(run_dir)
     connect = ("--broker", address)
+    host = ("--host", host_file) if host_file else ()
     specs = [
-        ProcessSpec(
-            "broker",
-            "broker",
-            "temper.broker",
-            (str(run_dir / "recipe.json"), "--run", str(run_dir), "--bind", address),
-        ),
+        ProcessSpec("broker", "broker", "temper.broker", (str(run_dir / RECIPE_FILE), "--run", run, "--bind", address)),
         ProcessSpec(
             "learner",
             "learner",
             "temper.learner",
-            (
-                *connect,
-                "--name",
-                "learner",
-                "--run",
-                str(run_dir),
-                *(("--resume", str(run_dir)) if resume else ()),
-                *host,
-            ),
+            (*connect, "--name", "learner", "--run", run, *(("--resume", run) if resume else ())),
         ),
     ]
-    modules = {"sandbox": "temper.sandbox", "eval": "temper.actor", "actor": "temper.actor"}
-    for role, count in counts:
-        lane = ("--lane", "eval") if role == "eval" else ()
+    executes = any(domain.needs_sandbox for domain in recipe.domains)
+    others: list[tuple[Role, int, str, tuple[str, ...]]] = [
+        (
+            "sandbox",
+            recipe.daemons.sandboxes if executes else 0,
+            "temper.sandbox",
+            ("--slots", str(recipe.sandbox.slots)),
+        ),
+        ("eval", recipe.daemons.evaluators, "temper.actor", ("--lane", "eval")),
+        ("actor", recipe.daemons.actors, "temper.actor", ()),
+    ]
+    for role, count, module, extra in others:
         for number in range(1, count + 1):
             name = f"{role}-{number}"
-            specs.append(ProcessSpec(name, role, modules[role], (*connect, "--name", name, *lane, *host)))
+            specs.append(ProcessSpec(name, role, module, (*connect, "--name", name, *extra, *host)))
     return specs

@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 from temper.cli import preflight, rundir, view
-from temper.cli.policy import Ending, Policy, Role
+from temper.cli.policy import Ending, Policy
 from temper.cli.processes import commands
 from temper.cli.supervisor import Supervisor, display
 from temper.common import recipe as recipes
@@ -88,16 +88,6 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> Plan:
     return Plan(recipe, run_dir, arguments.resume is not None, arguments.host, unavailable)
 
 
-def counts(recipe: Recipe) -> list[tuple[Role, int]]:
-    """How many processes of each role this machine starts."""
-    needs = any(domain.needs_sandbox for domain in recipe.domains)
-    return [
-        ("sandbox", recipe.daemons.sandboxes if needs else 0),
-        ("eval", recipe.daemons.evaluators),
-        ("actor", recipe.daemons.actors),
-    ]
-
-
 def execute(planned: Plan) -> Summary:
     """Start, supervise, and write the summary; returns it."""
     recipe, run_dir = planned.recipe, planned.run_dir
@@ -109,7 +99,7 @@ def execute(planned: Plan) -> Summary:
             shown = display()
             started = time.monotonic()
             picture = view.Picture(recipe.run.name, recipe.run.max_steps, str(run_dir))
-            specs = commands(run_dir, address, counts(recipe), resume=planned.resume, host_file=planned.host_file)
+            specs = commands(recipe, run_dir, address, resume=planned.resume, host_file=planned.host_file)
             policy = Policy([(spec.name, spec.role) for spec in specs], recipe.run.drain_timeout_s + DRAIN_MARGIN_S)
             threads = recipe.daemons.threads_per_process
             supervisor = Supervisor(specs, policy, picture, shown, run_dir=run_dir, address=address, threads=threads)

@@ -50,12 +50,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-m",
         "pip",
         "--python",
-        folder / "bin" / "python",
+        str(folder / "bin" / "python"),
         "install",
         "--no-deps",
         "--no-index",
     ]
-    done = run([*pip, "--ignore-installed", wheel], folder.parent)
+    done = run([*pip, "--ignore-installed", str(wheel)], folder.parent)
     assert done.returncode == 0, done.stderr
     return folder
 
