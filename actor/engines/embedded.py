@@ -8,7 +8,6 @@ Commands go in through one queue and are applied between two steps; results come
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,12 +20,11 @@ from temper.actor.engines.base import Cancel, EngineCaps, GenerateRequest, Gener
 from temper.actor.engines.decoder import Decoder, Finished
 from temper.actor.engines.shape import from_config
 from temper.common.errors import ConfigError, EngineError
+from temper.common.log import log
 from temper.common.schema import Version
 
 if TYPE_CHECKING:
     from temper.common.delta import StagedUpdate
-
-log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLOSE_TIMEOUT_S = 10.0
@@ -155,7 +153,7 @@ class EmbeddedEngine:
         self._commands.put(lambda: None)
         await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            log.warning("engine thread still busy %.0f s after close", CLOSE_TIMEOUT_S)
+            log(f"the engine's thread is still busy {CLOSE_TIMEOUT_S:.0f} s after its close")
 
     # ------------------------------------------------------------ event loop side
 
@@ -201,7 +199,7 @@ class EmbeddedEngine:
                 self._deliver(self._decoder.abort_all())
         except BaseException as error:
             self.failure = error
-            log.exception("the engine's thread has failed")
+            log(f"the engine's thread has failed: {type(error).__name__}: {error}")
         self._ended = True
         self._fail_rest()
 

@@ -1,0 +1,204 @@
+"""Sandbox verdicts for domains: one execution for identical jobs, a bounded memory of verdicts.
+
+Same program + same seed = same outcome, so jobs of equal content share one execution, under way or remembered; an infra
+verdict is never remembered. When everybody who waited for a job has gone, it is cancelled. Lives on the daemon's event
+loop; `bound` gives the `Grader` that a domain sees, callable from any thread's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from temper.common import config
+from temper.common.errors import ProtocolError
+from temper.common.log import log
+from temper.common.schema import Job, JobCancel, JobDone, Limits, SandboxJob, Verdict, pack_frames, unpack_frames
+
+REMEMBERED = 8192  # verdicts
+REMEMBERED_BYTES = 32 * 1024 * 1024
+
+
+class Link(Protocol):
+    """What is needed of a `Peer`."""
+
+    async def send(self, body: Any, frames: Any = ()) -> None: ...
+
+    def post(self, body: Any, frames: Any = ()) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Execution:
+    job_id: str
+    verdict: asyncio.Future[Verdict]
+    waiting: int = 0
+    sending: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class GraderCounts:
+    """Since the start."""
+
+    jobs: int = 0
+    shared: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+
+class SandboxGrader:
+    """Sends `Job`s and awaits their `JobDone` by id."""
+
+    def __init__(self, link: Link, sandbox: config.Sandbox) -> None:
+        self._link = link
+        self._sandbox = sandbox
+        self._loop = asyncio.get_running_loop()
+        self._by_key: dict[bytes, _Execution] = {}
+        self._by_id: dict[str, _Execution] = {}
+        self._known: OrderedDict[bytes, tuple[Verdict, int]] = OrderedDict()
+        self._known_bytes = 0
+        self._numbers = itertools.count()
+        self._prefix = secrets.token_hex(6)
+        self.counts = GraderCounts()
+
+    @property
+    def waiting(self) -> int:
+        """Executions that have no verdict yet."""
+        return len(self._by_id)
+
+    def bound(self, lease_id: int, domain: str) -> BoundGrader:
+        """A `domains.Grader` whose jobs are ordered by `lease_id`."""
+        return BoundGrader(self, lease_id, domain)
+
+    async def run(self, job: SandboxJob, lease_id: int, domain: str) -> Verdict:
+        """The verdict of `job` under the recipe's limits and mode. Never raises for what a program does."""
+        job = limited(job, self._sandbox)
+        if job.session_id is not None:
+            return await self._await(self._start(job, lease_id, domain), None)
+        key = content_key(job)
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+            self.counts.shared += 1
+            return known[0]
+        execution = self._by_key.get(key)
+        if execution is None:
+            execution = self._by_key[key] = self._start(job, lease_id, domain)
+        else:
+            self.counts.shared += 1
+        return await self._await(execution, key)
+
+    def on_done(self, done: JobDone, frames: list[memoryview]) -> None:
+        """Handler of `JobDone`."""
+        execution = self._by_id.pop(done.job_id, None)
+        if execution is None:
+            return  # cancelled meanwhile
+        try:
+            verdict: Verdict = unpack_frames(frames, Verdict)
+        except ProtocolError as error:
+            log(f"job {done.job_id}: {error}")
+            verdict = Verdict("infra", detail=str(error))
+        self.counts.outcomes[verdict.outcome] = self.counts.outcomes.get(verdict.outcome, 0) + 1
+        if not execution.verdict.done():
+            execution.verdict.set_result(verdict)
+
+    def _start(self, job: SandboxJob, lease_id: int, domain: str) -> _Execution:
+        job = msgspec.structs.replace(job, job_id=f"{self._prefix}-{next(self._numbers)}")
+        execution = _Execution(job.job_id, self._loop.create_future())
+        self._by_id[job.job_id] = execution
+        self.counts.jobs += 1
+        body = Job(job.job_id, lease_id, domain, job.session_id)
+        execution.sending = self._loop.create_task(self._send(execution, body, pack_frames(job)))
+        return execution
+
+    async def _send(self, execution: _Execution, body: Job, frames: list[memoryview]) -> None:
+        try:
+            await self._link.send(body, frames)
+        except Exception as error:  # whoever waits for the verdict gets the error
+            if not execution.verdict.done():
+                execution.verdict.set_exception(error)
+
+    async def _await(self, execution: _Execution, key: bytes | None) -> Verdict:
+        execution.waiting += 1
+        try:
+            verdict = await asyncio.shield(execution.verdict)
+        finally:
+            execution.waiting -= 1
+            if execution.waiting == 0:
+                self._leave(execution, key)
+        if key is not None and verdict.outcome != "infra":
+            self._remember(key, verdict)
+        return verdict
+
+    def _leave(self, execution: _Execution, key: bytes | None) -> None:
+        """Nobody waits any longer: forget the execution, cancel it if it still runs."""
+        if key is not None and self._by_key.get(key) is execution:
+            del self._by_key[key]
+        if execution.verdict.done():
+            return
+        self._by_id.pop(execution.job_id, None)
+        if execution.sending is not None and not execution.sending.done():
+            execution.sending.cancel()
+        else:
+            self._link.post(JobCancel(execution.job_id))
+
+    def _remember(self, key: bytes, verdict: Verdict) -> None:
+        if key in self._known:
+            return
+        size = len(verdict.stdout) + len(verdict.stderr) + sum(len(test.stdout) for test in verdict.tests) + 512
+        self._known[key] = (verdict, size)
+        self._known_bytes += size
+        while len(self._known) > REMEMBERED or self._known_bytes > REMEMBERED_BYTES:
+            self._known_bytes -= self._known.popitem(last=False)[1][1]
+
+
+class BoundGrader:
+    """Implements `domains.Grader` for one lease."""
+
+    def __init__(self, grader: SandboxGrader, lease_id: int, domain: str) -> None:
+        self._grader, self._lease_id, self._domain = grader, lease_id, domain
+
+    async def run(self, job: SandboxJob) -> Verdict:
+        """See `domains.Grader.run`."""
+        return await on_loop(self._grader._loop, lambda: self._grader.run(job, self._lease_id, self._domain))
+
+
+async def on_loop(loop: asyncio.AbstractEventLoop, make: Callable[[], Awaitable[Verdict]]) -> Verdict:
+    """Await on `loop`, wherever the caller runs; cancelling the caller cancels it there."""
+    if asyncio.get_running_loop() is loop:
+        return await make()
+
+    async def work() -> Verdict:
+        return await make()
+
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), loop))
+
+
+def content_key(job: SandboxJob) -> bytes:
+    """Digest of everything that determines a job's outcome: all but its id."""
+    return hashlib.blake2b(msgspec.msgpack.encode(msgspec.structs.replace(job, job_id="")), digest_size=16).digest()
+
+
+def limited(job: SandboxJob, sandbox: config.Sandbox) -> SandboxJob:
+    """`job` under the recipe: its limits where the domain names none, else the smaller of both; its mode."""
+    bound = Limits(
+        wall_s=sandbox.wall_s,
+        cpu_s=sandbox.cpu_s,
+        memory_bytes=sandbox.memory_mb * 1024 * 1024,
+        output_bytes=sandbox.output_kb * 1024,
+    )
+    own = job.limits
+    if own != Limits():
+        bound = Limits(
+            wall_s=min(own.wall_s, bound.wall_s),
+            cpu_s=min(own.cpu_s, bound.cpu_s),
+            memory_bytes=min(own.memory_bytes, bound.memory_bytes),
+            pids=min(own.pids, bound.pids),
+            output_bytes=min(own.output_bytes, bound.output_bytes),
+        )
+    return msgspec.structs.replace(job, limits=bound, mode=sandbox.mode)
