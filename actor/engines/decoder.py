@@ -180,6 +180,7 @@ class Decoder:
         while self.high and self.slots.rows[self.high - 1] is None:
             self.high -= 1
         if broken:
+            self.cache.all[:, :, row.slot] = 0  # a later row in this slot must not meet a NaN, even a masked one
             return Finished(row.key, None, f"the model's logits are not finite at weights {self.version}")
         support = row.support if row.request.sampling.want_support else None
         return Finished(row.key, Generation(ids, logprobs, self._runs(row, len(ids)), reason, support))

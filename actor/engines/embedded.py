@@ -192,8 +192,9 @@ class EmbeddedEngine:
             with torch.inference_mode():
                 while not self._closing:
                     self._obey()
-                    self._deliver(self._decoder.step())
+                    ended = self._decoder.step()
                     self._count()
+                    self._deliver(ended)
                 while not self._commands.empty():
                     self._commands.get()()
                 self._deliver(self._decoder.abort_all())

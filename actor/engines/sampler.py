@@ -75,6 +75,8 @@ def _candidates(logprobs_NV: Tensor, limits: Truncation, count: int) -> tuple[Te
 
 
 def _invert(probs_NC: Tensor, uniform_N1: Tensor) -> Tensor:
-    """The first index whose cumulative mass exceeds uniform * total: never one without mass."""
+    """The first index whose cumulative mass exceeds uniform * total: never one without mass. (The clamp is for rows that
+    are not finite: their log-probability shows it.)"""
     cumulative_NC = probs_NC.cumsum(-1)
-    return torch.searchsorted(cumulative_NC, uniform_N1 * cumulative_NC[:, -1:], right=True)
+    chosen_N1 = torch.searchsorted(cumulative_NC, uniform_N1 * cumulative_NC[:, -1:], right=True)
+    return chosen_N1.clamp_(max=probs_NC.shape[1] - 1)

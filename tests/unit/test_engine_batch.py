@@ -1,0 +1,324 @@
+"""Continuous batching: what a row yields does not depend on its neighbours, swaps are clean, every end is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from temper.actor.engines.base import GenerateRequest, Generation, SamplingParams
+from temper.actor.engines.decoder import Decoder
+from temper.actor.engines.overwrite import bits
+from temper.actor.engines.shape import from_config
+from temper.common.bits import TensorBits, Weights, seal
+from temper.common.delta import StagedUpdate, encode, stage
+from temper.common.errors import EngineError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+CONFIG = Qwen2Config(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+)
+LENGTH = 40
+SHAPE = from_config(CONFIG.to_dict() | {"architectures": ["Qwen2ForCausalLM"]})
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def model_of(seed: int) -> PreTrainedModel:
+    with torch.inference_mode(False), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(CONFIG).eval()
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        return model
+
+
+def sealed(parameters: Mapping[str, Tensor], ordinal: int, base: Weights | None = None) -> Weights:
+    tensors = {
+        name: TensorBits("float32", tuple(tensor.shape), bits(tensor).copy()) for name, tensor in parameters.items()
+    }
+    return seal(ordinal, 77, tensors, base)
+
+
+def version_of(model: PreTrainedModel, ordinal: int, base: Weights | None = None) -> Weights:
+    return sealed({name: p.detach().contiguous() for name, p in model.named_parameters()}, ordinal, base)
+
+
+def update_to(new: Weights, base: Weights | None = None) -> StagedUpdate:
+    return stage(list(encode(base, new)), base)
+
+
+def decoder(
+    model: PreTrainedModel | None = None,
+    *,
+    rows: int = 8,
+    kv: Literal["keep", "recompute"] = "keep",
+    deterministic: bool = False,
+) -> Decoder:
+    made = Decoder(SHAPE, torch.float32, max_rows=rows, length=LENGTH, kv_on_swap=kv, deterministic=deterministic)
+    if model is not None:
+        made.commit(update_to(version_of(model, 0)))
+    return made
+
+
+def ask(ids: list[int], **params: Any) -> GenerateRequest:
+    return GenerateRequest(ids, SamplingParams(**({"max_new_tokens": 8} | params)))
+
+
+def finish(made: Decoder, *, steps: int = 1000) -> dict[Any, Generation]:
+    ended: dict[Any, Generation] = {}
+    for _ in range(steps):
+        if not made.busy:
+            break
+        for one in made.step():
+            assert one.generation is not None, one.error
+            ended[one.key] = one.generation
+    return ended
+
+
+def forced(model: PreTrainedModel, prompt: list[int], ids: list[int], temperature: float = 1.0) -> list[float]:
+    """transformers' log-probabilities of `ids` after `prompt`."""
+    logits = model(torch.tensor([prompt + ids])).logits[0] / temperature
+    table = torch.log_softmax(logits, -1)
+    return [float(table[len(prompt) - 1 + i, token]) for i, token in enumerate(ids)]
+
+
+def test_greedy_equals_transformers() -> None:
+    model = model_of(1)
+    made = decoder(model)
+    prompts = [[3, 5, 7], [9], [11, 2, 2, 4, 60, 1]]
+    for index, prompt in enumerate(prompts):
+        made.submit(index, ask(prompt, temperature=0.0, max_new_tokens=12))
+    ended = finish(made)
+    for index, prompt in enumerate(prompts):
+        with torch.inference_mode(False), torch.no_grad():
+            want = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert ended[index].ids == want[0, len(prompt) :].tolist()
+        assert ended[index].logprobs == [0.0] * 12
+        assert ended[index].finish_reason == "length"
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+def test_sampled_logprobs_equal_transformers(temperature: float) -> None:
+    model = model_of(2)
+    made = decoder(model, rows=5)
+    prompts = {index: [1 + index % 3] * (1 + index % 4) for index in range(17)}
+    for index, prompt in prompts.items():
+        made.submit(index, ask(prompt, temperature=temperature, seed=index, max_new_tokens=3 + index))
+    ended = finish(made)
+    assert ended.keys() == prompts.keys()
+    for index, prompt in prompts.items():
+        got = ended[index]
+        assert len(got.ids) == 3 + index
+        assert got.logprobs == pytest.approx(forced(model, prompt, got.ids, temperature), abs=1e-5)
+        assert got.version_runs == [(77, 0, 3 + index)]
+
+
+def test_a_row_is_the_same_alone_and_in_a_crowd() -> None:
+    model = model_of(3)
+    alone = decoder(model)
+    alone.submit("it", ask([4, 5, 6], seed=123, max_new_tokens=20))
+    crowd = decoder(model)
+    for index in range(30):
+        crowd.submit(index, ask([index % 7, 8], seed=index, max_new_tokens=1 + index % 9))
+        if index == 11:
+            crowd.submit("it", ask([4, 5, 6], seed=123, max_new_tokens=20))
+    want, got = finish(alone)["it"], finish(crowd)["it"]
+    assert got.ids == want.ids
+    assert got.logprobs == pytest.approx(want.logprobs, abs=1e-5)
+
+
+def test_deterministic_mode_gives_the_same_bits_whatever_runs_beside() -> None:
+    model = model_of(4)
+    results = []
+    for crowd in (0, 3, 25):
+        made = decoder(model, rows=16, deterministic=True)
+        for index in range(crowd):
+            made.submit(index, ask([index % 5] * (1 + index % 6), seed=index, max_new_tokens=1 + index % 7))
+        finish(made, steps=crowd // 5)
+        for sibling in range(4):
+            made.submit(f"it-{sibling}", ask([4, 5, 6], seed=sibling, max_new_tokens=20))
+        ended = finish(made)
+        results.append([(ended[f"it-{s}"].ids, ended[f"it-{s}"].logprobs) for s in range(4)])
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_continuation_draws_what_the_whole_would_have_drawn() -> None:
+    model = model_of(5)
+    made = decoder(model)
+    made.submit("whole", ask([7, 7], seed=9, max_new_tokens=20))
+    whole = finish(made)["whole"]
+    made.submit("rest", ask([7, 7, *whole.ids[:9]], seed=9, max_new_tokens=11))
+    assert finish(made)["rest"].ids == whole.ids[9:]
+
+
+def test_siblings_differ_and_their_prompt_is_prefilled_once() -> None:
+    made = decoder(model_of(6), rows=16)
+    for index in range(16):
+        made.submit(index, ask([1, 2, 3, 4, 5], seed=index))
+    ended = finish(made)
+    assert made.prefilled_tokens == 4
+    assert len({tuple(generation.ids) for generation in ended.values()}) > 10
+    made.submit("first", ask([1, 2, 3, 4, 5], seed=99, max_new_tokens=9))
+    made.step()
+    made.submit("later", ask([1, 2, 3, 4, 5], seed=98))
+    finish(made)
+    assert made.prefilled_tokens == 8  # "later" copied from the running sibling
+
+
+def test_stop_tokens_end_a_row_and_are_part_of_it() -> None:
+    made = decoder(model_of(1))
+    made.submit("free", ask([3, 5, 7], temperature=0.0, max_new_tokens=12))
+    free = finish(made)["free"].ids
+    stop = free[5]
+    made.submit("stopped", ask([3, 5, 7], temperature=0.0, max_new_tokens=12, stop_token_ids=(60, stop)))
+    got = finish(made)["stopped"]
+    assert got.ids == free[: free.index(stop) + 1]
+    assert got.finish_reason == "stop"
+
+
+def test_the_context_ends_a_row() -> None:
+    made = decoder(model_of(1))
+    made.submit("long", ask([1] * (LENGTH - 3), max_new_tokens=100))
+    got = finish(made)["long"]
+    assert len(got.ids) == 3 and got.finish_reason == "length"
+
+
+def test_cancelling_returns_the_partial_result_and_leaves_the_others() -> None:
+    made = decoder(model_of(2), rows=2)
+    for key in ("a", "b", "c"):
+        made.submit(key, ask([5, 6], seed=3, max_new_tokens=10))
+    for _ in range(4):
+        assert not made.step()
+    made.cancel("a")
+    made.cancel("c")
+    made.cancel("unknown")
+    ended = finish(made)
+    assert [ended[key].finish_reason for key in "abc"] == ["abort", "length", "abort"]
+    assert ended["a"].ids == ended["b"].ids[:4] and len(ended["a"].logprobs) == 4
+    assert ended["c"].ids == [] and ended["c"].version_runs == []
+
+
+def test_support_is_reported_only_when_asked_for() -> None:
+    made = decoder(model_of(3))
+    made.submit("asked", ask([5, 6], seed=3, top_k=4, want_support=True))
+    made.submit("silent", ask([5, 6], seed=3, top_k=4))
+    made.submit("plain", ask([5, 6], seed=3))
+    ended = finish(made)
+    support = ended["asked"].support
+    assert support is not None and [len(ids) for ids in support] == [4] * 8
+    assert all(token in ids for token, ids in zip(ended["asked"].ids, support, strict=True))
+    assert ended["silent"].ids == ended["asked"].ids and ended["silent"].support is None
+    assert ended["plain"].support is None
+
+
+# ---------------------------------------------------------------- weights
+
+
+def two_versions() -> tuple[PreTrainedModel, PreTrainedModel, Weights, Weights]:
+    """v0, and v1 that differs in a third of every tensor (qkv and gate/up are fused in the engine)."""
+    old, new = model_of(11), model_of(12)
+    with torch.inference_mode(False), torch.no_grad():
+        pairs = zip(old.parameters(), new.parameters(), strict=True)
+        for index, (before, after) in enumerate(pairs):
+            keep = torch.rand(before.shape, generator=torch.Generator().manual_seed(index)) < 0.66
+            after.copy_(torch.where(keep, before, after))
+    first = version_of(old, 0)
+    return old, new, first, version_of(new, 1, first)
+
+
+def test_a_delta_makes_the_engine_bit_identical_to_a_full_copy() -> None:
+    _, _, first, second = two_versions()
+    made = decoder()
+    assert made.commit(update_to(first)) == first.version.digest
+    delta = update_to(second, first)
+    assert any(patch.kind == "sparse" for patch in delta.changed)
+    assert made.commit(delta) == second.version.digest
+    assert made.commit(delta) == second.version.digest  # overwriting again is harmless
+    for name, tensor in made.weights.named.items():
+        assert (bits(tensor) == second.tensors[name].bits).all(), name
+    assert sealed(made.weights.named, 1).version.digest == second.version.digest
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_a_swap_in_flight_is_clean(kv: Literal["keep", "recompute"]) -> None:
+    old, new, first, second = two_versions()
+    made = decoder(kv=kv)
+    made.commit(update_to(first))
+    prompt = [9, 8, 7]
+    made.submit("running", ask(prompt, seed=4, max_new_tokens=12))
+    for _ in range(5):
+        made.step()
+    made.commit(update_to(second, first))
+    made.submit("fresh", ask(prompt, seed=5, max_new_tokens=6))
+    ended = finish(made)
+    running, fresh = ended["running"], ended["fresh"]
+    assert running.version_runs == [(77, 0, 5), (77, 1, 7)]
+    assert running.logprobs[:5] == pytest.approx(forced(old, prompt, running.ids)[:5], abs=1e-5)
+    after = forced(new, prompt, running.ids)[5:]
+    if kv == "recompute":
+        assert running.logprobs[5:] == pytest.approx(after, abs=1e-5)
+    else:
+        assert np.abs(np.array(running.logprobs[5:]) - after).max() > 1e-3  # its cache is of the old weights
+    assert fresh.version_runs == [(77, 1, 6)]
+    assert fresh.logprobs == pytest.approx(forced(new, prompt, fresh.ids), abs=1e-5)
+
+
+def test_requests_wait_for_the_first_weights() -> None:
+    made = decoder()
+    made.submit("early", ask([1, 2]))
+    assert made.step() == [] and made.busy
+    made.commit(update_to(version_of(model_of(1), 3)))
+    assert finish(made)["early"].version_runs == [(77, 3, 8)]
+
+
+def test_updates_that_do_not_fit_change_nothing() -> None:
+    _, _, first, second = two_versions()
+    made = decoder()
+    with pytest.raises(EngineError, match="fetch a full copy"):
+        made.commit(update_to(second, first))
+    made.commit(update_to(first))
+    before = {name: bits(tensor).copy() for name, tensor in made.weights.named.items()}
+    third = seal(2, 77, dict(second.tensors) | {"lm_head.weight": second.tensors["model.embed_tokens.weight"]})
+    for wrong, named in (
+        (update_to(third), "lm_head.weight"),
+        (update_to(sealed({"model.norm.weight": torch.ones(32)}, 2)), "absent"),
+        (update_to(seal(2, 77, {name: _half(t) for name, t in first.tensors.items()})), "serving dtype"),
+    ):
+        with pytest.raises(EngineError, match=named):
+            made.commit(wrong)
+    assert made.version == first.version
+    assert all((bits(tensor) == before[name]).all() for name, tensor in made.weights.named.items())
+
+
+def _half(tensor: TensorBits) -> TensorBits:
+    return TensorBits("float16", tensor.shape, np.zeros(tensor.bits.size, np.uint16))
+
+
+def test_weights_that_are_not_finite_fail_the_row_and_not_the_engine() -> None:
+    good = version_of(model_of(1), 0)
+    tensors = dict(good.tensors)
+    tensors["model.norm.weight"] = TensorBits("float32", (32,), np.full(32, 0x7FC00000, np.uint32))
+    bad = seal(1, 77, tensors, good)
+    made = decoder()
+    made.commit(update_to(bad))
+    made.submit("x", ask([1, 2]))
+    ended = made.step()
+    assert ended[0].generation is None and "not finite" in ended[0].error
+    made.commit(update_to(seal(2, 77, dict(good.tensors), bad), bad))
+    made.submit("y", ask([1, 2]))
+    assert len(finish(made)["y"].ids) == 8

@@ -1,0 +1,192 @@
+"""The embedded engine behind its thread: the loop stays free, every request ends, a dead engine says so."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from temper.actor.engines.base import Cancel, GenerateRequest, Generation, SamplingParams
+from temper.actor.engines.embedded import EmbeddedEngine
+from temper.actor.engines.overwrite import bits
+from temper.common.bits import TensorBits, Weights, seal
+from temper.common.delta import StagedUpdate, encode, stage
+from temper.common.errors import ConfigError, EngineError
+from transformers import LlamaConfig, LlamaForCausalLM
+
+CONFIG = LlamaConfig(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+)
+JSON = CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+
+
+def engine(**changes: Any) -> EmbeddedEngine:
+    options: dict[str, Any] = {"dtype": "float32", "max_rows": 4, "max_length_tokens": 64} | changes
+    return EmbeddedEngine(JSON, **options)
+
+
+def version(ordinal: int) -> Weights:
+    torch.manual_seed(ordinal)
+    parameters = dict(LlamaForCausalLM(CONFIG).named_parameters())
+    tensors = {n: TensorBits("float32", tuple(p.shape), bits(p.detach()).copy()) for n, p in parameters.items()}
+    return seal(ordinal, 5, tensors)
+
+
+def full(weights: Weights) -> StagedUpdate:
+    return stage(list(encode(None, weights)), None)
+
+
+def ask(ids: list[int], **params: Any) -> GenerateRequest:
+    return GenerateRequest(ids, SamplingParams(**({"max_new_tokens": 8} | params)))
+
+
+def test_generate_apply_and_close() -> None:
+    async def scenario() -> None:
+        made = engine()
+        early = asyncio.ensure_future(made.generate(ask([1, 2], seed=1)))
+        digest = await made.apply(full(version(0)))
+        assert made.version is not None and made.version.digest == digest
+        many = await asyncio.gather(early, *(made.generate(ask([1, 2], seed=s)) for s in range(2, 12)))
+        assert [len(one.ids) for one in many] == [8] * 11
+        assert all(one.version_runs == [(5, 0, 8)] for one in many)
+        assert made.counts.sampled_tokens == 88 and made.counts.swaps == 1
+        assert made.caps.seeded and made.caps.in_flight and made.caps.support_ids and not made.caps.batch_invariant
+        await made.close()
+        with pytest.raises(EngineError, match="closed"):
+            await made.generate(ask([1]))
+
+    asyncio.run(scenario())
+
+
+def test_the_loop_is_free_while_the_engine_decodes() -> None:
+    """A counter on the loop goes on while a long generation runs."""
+
+    async def scenario() -> None:
+        made = engine(max_length_tokens=2048)
+        await made.apply(full(version(0)))
+        running = asyncio.ensure_future(made.generate(ask([1], max_new_tokens=1500)))
+        turns = 0
+        while not running.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert len((await running).ids) == 1500 and turns > 100
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_cancel_gives_the_partial_result_and_a_cancelled_caller_frees_its_row() -> None:
+    async def scenario() -> None:
+        made = engine(max_rows=1, max_length_tokens=4000)
+        await made.apply(full(version(0)))
+        cancel = Cancel()
+        running = asyncio.ensure_future(made.generate(ask([1], max_new_tokens=3900), cancel))
+        while made.counts.steps < 3:
+            await asyncio.sleep(0)
+        cancel.set()
+        partial = await running
+        assert partial.finish_reason == "abort" and 3 <= len(partial.ids) < 3900
+        abandoned = asyncio.ensure_future(made.generate(ask([1], max_new_tokens=3900)))
+        await asyncio.sleep(0)
+        abandoned.cancel()
+        after = await made.generate(ask([2], max_new_tokens=2))
+        assert len(after.ids) == 2 and abandoned.cancelled()
+        already = Cancel()
+        already.set()
+        none = await made.generate(ask([1]), already)
+        assert none.finish_reason == "abort" and none.ids == []
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_close_returns_what_runs_as_aborted() -> None:
+    async def scenario() -> list[Generation]:
+        made = engine(max_rows=2, max_length_tokens=4000)
+        await made.apply(full(version(0)))
+        running = [asyncio.ensure_future(made.generate(ask([s], max_new_tokens=3900))) for s in (1, 2, 3)]
+        while made.counts.steps < 3:
+            await asyncio.sleep(0)
+        await made.close()
+        return await asyncio.gather(*running)
+
+    ended = asyncio.run(scenario())
+    assert [one.finish_reason for one in ended] == ["abort"] * 3
+    assert len(ended[0].ids) >= 3 and ended[2].ids == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (ask([]), "prompt of 0 tokens"),
+        (ask([1] * 64), "prompt of 64 tokens"),
+        (ask([40]), "outside 0..39"),
+        (ask([1], max_new_tokens=0), "max_new_tokens"),
+        (ask([1], temperature=-1.0), "temperature"),
+        (ask([1], top_p=0.0), "top_p"),
+        (ask([1], seed=-1), "seed"),
+    ],
+)
+def test_impossible_requests_are_refused(request_: GenerateRequest, named: str) -> None:
+    async def scenario() -> None:
+        made = engine()
+        with pytest.raises(EngineError, match=named):
+            await made.generate(request_)
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_thread_fails_all_requests_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        made = engine()
+        await made.apply(full(version(0)))
+
+        def broken(*arguments: object) -> None:
+            raise RuntimeError("bad memory")
+
+        monkeypatch.setattr(made._decoder.model, "decode", broken)
+        results = await asyncio.gather(*(made.generate(ask([1])) for _ in range(3)), return_exceptions=True)
+        assert all(isinstance(one, EngineError) and "bad memory" in str(one) for one in results)
+        assert isinstance(made.failure, RuntimeError)
+        with pytest.raises(EngineError, match="bad memory"):
+            await made.generate(ask([1]))
+        with pytest.raises(EngineError, match="bad memory"):
+            await made.apply(full(version(1)))
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_update_leaves_the_engine_running() -> None:
+    async def scenario() -> None:
+        made = engine()
+        await made.apply(full(version(0)))
+        base, new = version(3), version(4)
+        with pytest.raises(EngineError, match="fetch a full copy"):
+            await made.apply(stage(list(encode(base, new)), base))
+        assert len((await made.generate(ask([1]))).ids) == 8
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"dtype": "int8"}, "serving_dtype"),
+        ({"max_length_tokens": 5000}, "max_length_tokens"),
+        ({"max_rows": 0}, "max_rows"),
+    ],
+)
+def test_impossible_engines_are_configuration_errors(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        engine(**changes)
