@@ -155,20 +155,20 @@ class Cell:
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
     @classmethod
-    async def start(cls, spawner: Spawner, hierarchy: Hierarchy, name: str) -> Cell:
+    async def start(cls, spawner: Spawner, hierarchy: Hierarchy, name: str, warm: bool = False) -> Cell:
         """A jail whose init is ready, in a cgroup leaf of its own where the host has one. JailFailed with the reason."""
         cell = cls(spawner)
         try:
-            await cell._start(hierarchy, name)
+            await cell._start(hierarchy, name, warm)
         except BaseException:
             await asyncio.shield(cell.stop())
             raise
         return cell
 
-    async def _start(self, hierarchy: Hierarchy, name: str) -> None:
+    async def _start(self, hierarchy: Hierarchy, name: str, warm: bool) -> None:
         self._log_fd, log_far = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._log_fd, False)
-        started = self._spawner.call(lambda: self._spawner.start(self._far.fileno(), log_far))
+        started = self._spawner.call(lambda: self._spawner.start(self._far.fileno(), log_far, warm))
         try:
             self._process = await asyncio.shield(asyncio.ensure_future(started))
         finally:

@@ -2,7 +2,7 @@
 
 [sandbox]
 python = "/opt/python3.12/bin/python3"   # interpreter inside the jails; default: the one that runs Temper
-preload = ["math", "random"]             # imported before the first program where jails are kept warm
+preload = ["math", "numpy"]              # imported before the first program where jails are kept warm
 [sandbox.binds]                          # read-only, host path = path in the jail
 "/srv/data" = "/data"
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from temper.common.errors import ConfigError
-from temper.sandbox.jail import Host, Interpreter, find_nsjail
+from temper.sandbox.jail import PRELOAD, Host, Interpreter, find_nsjail
 
 KEYS = {"python": str, "binds": dict, "preload": list}
 
@@ -39,7 +39,7 @@ def load_host(file: Path | None = None) -> Host:
             raise ConfigError(f"{file}: bind {source!r} = {target!r}: both are absolute paths without a colon")
         if not Path(source).exists():
             raise ConfigError(f"{file}: bind source {source} does not exist on this host")
-    preload = section.get("preload", [])
+    preload = section.get("preload", list(PRELOAD))
     if not all(isinstance(name, str) and name.replace(".", "").replace("_", "").isalnum() for name in preload):
         raise ConfigError(f"{file}: sandbox.preload is {preload!r}, expected module names")
     return Host(find_nsjail(), Interpreter.of(section.get("python")), dict(binds), tuple(preload))

@@ -7,13 +7,19 @@ Temper. It guarantees that
 - a report is sent only after every process of the program has been killed and reaped;
 - when the worker dies, the control socket closes, this process exits and the kernel kills all that is left.
 
-Protocol, SEQPACKET on descriptor 3. Worker -> init: ``REQUEST`` with four descriptors (bundle, stdin, stdout, stderr),
+Protocol, a SEQPACKET socket. Worker -> init: ``REQUEST`` with four descriptors (bundle, stdin, stdout, stderr),
 or ``b"K"`` (kill what runs). Init -> worker: ``b"R"`` (ready: clean, nothing runs), ``REPORT``. The bundle is a sequence
 of length-prefixed byte strings: number of arguments, arguments, then name and content of each file.
 """
 
+from __future__ import annotations
+
 import _signal as signal
+import _sitebuiltins
 import _socket
+import atexit
+import builtins
+import gc
 import os
 import resource
 import select
@@ -21,6 +27,10 @@ import struct
 import sys
 import time
 from os import _exit
+
+TYPE_CHECKING = False  # as typing's, which would cost every start milliseconds
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 REQUEST = struct.Struct("<BBdQQII")  # kind, flags, cpu seconds, address space, file size, processes, descriptors
 REPORT = struct.Struct("<iddQIB")  # wait status, cpu seconds, wall seconds, peak KiB, processes killed, cpu limit hit
@@ -81,9 +91,6 @@ def reset_signals() -> None:
 
 def run_python(path: str, arguments: list[str]) -> int:
     """Run `path` as ``__main__``, as ``python path`` would; returns the exit code."""
-    import _sitebuiltins
-    import builtins
-
     builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D (i.e. EOF)")
     for name, fd, mode, errors in (
@@ -126,8 +133,6 @@ def finish(code: int) -> None:
     """The visible part of an interpreter's end: threads, atexit, flush. The memory is the kernel's to free."""
     if threading := sys.modules.get("threading"):
         threading._shutdown()
-    import atexit
-
     atexit._run_exitfuncs()
     sys.modules["__main__"].__dict__.clear()
     for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
@@ -139,12 +144,14 @@ def finish(code: int) -> None:
     _exit(code)
 
 
-def child(request: tuple, fds: list[int]) -> None:
+def child(request: tuple, fds: list[int], drop: Callable[[], None] | None) -> None:
     """In the forked child: become the program. Never returns."""
     kind, _, cpu_s, address_bytes, file_bytes, processes, descriptors = request
     code = 70
     try:
         os.setsid()
+        if drop is not None:
+            drop()
         bundle, *streams = fds
         arguments, files = unpack_bundle(read_all(bundle))
         for number, fd in enumerate(streams):
@@ -267,25 +274,88 @@ def clean(empty: list[tuple[int, int]]) -> None:
         os.waitpid(pid, 0)
         if inodes_used() != empty:
             _exit(3)  # the worker replaces this jail
+    level_spaces()
+
+
+def level_spaces() -> None:
+    """The writable folders themselves tell nothing either."""
     for folder in SPACES:
         os.chmod(folder, 0o700)
         os.utime(folder, (0, 0))
 
 
-def main(control_fd: int, preload: list[str]) -> None:
+WARM_UP = """
+import sys
+def f(x, *rest, **more):
+    for i in range(3):
+        x += [j for j in (1, 2)][0] if i else -1
+    return f"{x} {x:.2f}"
+class A:
+    y = lambda self: {1: 2, **{}}
+try:
+    print(f(1), A().y(), file=null, flush=True)
+    1 / 0
+except ZeroDivisionError as error:
+    str(error).split()
+"""
+
+
+def warm_up(preload: list[str]) -> None:
+    """Do once what every program would have to do first: a fork then costs a third in copied pages."""
+    for name in preload:
+        __import__(name)
+    with open("/dev/null", "w", encoding="utf-8", errors="surrogateescape") as null:
+        exec(compile(WARM_UP, "<warm up>", "exec", dont_inherit=True), {"null": null})
+    gc.collect()
+    gc.freeze()
+
+
+def capability_dropper() -> Callable[[], None]:
+    """A function that gives up every capability of the calling process for good."""
+    import _ctypes  # not ctypes, which would cost every start milliseconds
+
+    libc = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # the process itself
+    prctl, capset = _ctypes.dlsym(libc, "prctl"), _ctypes.dlsym(libc, "capset")
+    header = struct.pack("<Ii", 0x20080522, 0)  # version 3, this process
+    nothing = bytes(24)
+
+    def drop() -> None:
+        _ctypes.call_function(prctl, (47, 4, 0, 0, 0))  # PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL
+        if _ctypes.call_function(capset, (header, nothing)):
+            raise PermissionError("capset")
+
+    return drop
+
+
+class Pids:
+    """Gives every program the same process ids, so that none can tell how many ran before it.
+
+    The worker passes ``/proc/sys/kernel/ns_last_pid`` open for writing; the kernel asks for CAP_CHECKPOINT_RESTORE in the
+    jail's user namespace, which only this process keeps. Without the descriptor, ids grow from program to program.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.drop = capability_dropper() if fd >= 0 else None
+
+    def restart(self) -> None:
+        if self.fd >= 0:
+            os.pwrite(self.fd, b"1", 0)
+
+
+def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
     for number in range(1, 65):
         try:  # noqa: SIM105
             signal.signal(number, signal.SIG_IGN)
         except (OSError, ValueError):
             pass
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for name in preload:
-        __import__(name)
+    warm_up(preload)
     os.umask(0o022)
-    if control_fd != 3:
-        os.dup2(control_fd, 3, inheritable=False)
-    os.closerange(4, 256)
-    sock = _socket.socket(fileno=3)
+    sock = _socket.socket(fileno=control_fd)
+    pids = Pids(pid_fd)
+    pids.restart()
+    level_spaces()
     empty = inodes_used()
     sock.send(b"R")
     while True:
@@ -297,9 +367,10 @@ def main(control_fd: int, preload: list[str]) -> None:
             continue  # a late kill
         request = REQUEST.unpack(data)
         started = time.monotonic()
+        pids.restart()
         pid = os.fork()
         if not pid:
-            child(request, fds)
+            child(request, fds, pids.drop)
         for fd in fds:
             os.close(fd)
         status, cpu, peak, over = watch(sock, pid, request[2])
@@ -312,4 +383,4 @@ def main(control_fd: int, preload: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -24,6 +24,7 @@ INIT_IN_JAIL = "/opt/temper/init.py"
 LIBRARIES_IN_JAIL = "/opt/libraries"
 CONTROL_FD = 3
 NOBODY = 65534
+PRELOAD = ("math", "random", "re", "collections", "itertools", "functools", "heapq", "bisect", "string", "operator")
 
 
 def find_nsjail(environment: Mapping[str, str] = os.environ) -> Path:
@@ -95,7 +96,7 @@ class Host:
     nsjail: Path
     interpreter: Interpreter
     binds: Mapping[str, str] = field(default_factory=dict)
-    preload: Sequence[str] = ()
+    preload: Sequence[str] = PRELOAD
 
     @classmethod
     def here(cls, python: str | None = None) -> Host:
@@ -108,15 +109,20 @@ class Host:
             return ["-u", f"{NOBODY}:{NOBODY}:1", "-g", f"{NOBODY}:{NOBODY}:1"]
         return ["-u", str(NOBODY), "-g", str(NOBODY)]
 
-    def command(self, log_fd: int, control_fd: int, init: Path, prefix: Path | None = None) -> list[str]:
+    def command(
+        self, log_fd: int, control_fd: int, init: Path, prefix: Path | None = None, pid_fd: int = -1, warm: bool = False
+    ) -> list[str]:
         """nsjail's command line. `control_fd` is the init's socket, `init` the init's file, `prefix` where the
-        interpreter's folder can be reached by the jail's uid, when not at its own path."""
+        interpreter's folder can be reached by the jail's uid, when not at its own path. `pid_fd`: see init.Pids.
+        `warm`: the jail serves many programs, so libraries are preloaded."""
         binds = {str(init): INIT_IN_JAIL, **self.binds}
         if self.interpreter.outside_usr:
             binds[str(prefix or self.interpreter.prefix)] = str(self.interpreter.prefix)
         command = [str(self.nsjail), "-q", "-C", str(POLICY), "--log_fd", str(log_fd), *self.identity()]
         command += ["--pass_fd", str(control_fd)]
+        if pid_fd >= 0:
+            command += ["--pass_fd", str(pid_fd), "--cap", "CAP_CHECKPOINT_RESTORE"]
         for source, target in binds.items():
             command += ["-R", f"{source}:{target}"]
-        command += ["--", str(self.interpreter.binary), "-S", "-s", "-P", INIT_IN_JAIL, str(control_fd)]
-        return [*command, *self.preload]
+        command += ["--", str(self.interpreter.binary), "-S", "-s", "-P", INIT_IN_JAIL, str(control_fd), str(pid_fd)]
+        return [*command, *(self.preload if warm else ())]

@@ -47,12 +47,26 @@ class Spawner:
         """Run a short blocking call in the spawner's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
-    def start(self, control_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
-        """Start one jail (call it in the thread)."""
-        return _popen(self.host.command(log_fd, control_fd, self.init, self.prefix), (control_fd, log_fd))
+    def start(self, control_fd: int, log_fd: int, warm: bool = False) -> subprocess.Popen[bytes]:
+        """Start one jail (call it in the thread); `warm` if it will serve many programs."""
+        pid_fd = _last_pid_fd()
+        try:
+            command = self.host.command(log_fd, control_fd, self.init, self.prefix, pid_fd, warm)
+            return _popen(command, (control_fd, log_fd, *((pid_fd,) if pid_fd >= 0 else ())))
+        finally:
+            if pid_fd >= 0:
+                os.close(pid_fd)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
+
+
+def _last_pid_fd() -> int:
+    """Open for writing what sets the next process id of the *writer's* pid namespace; -1 where the kernel has it not."""
+    try:
+        return os.open("/proc/sys/kernel/ns_last_pid", os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
 
 
 def _popen(command: Sequence[str], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:

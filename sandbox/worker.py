@@ -19,6 +19,7 @@ from temper.sandbox.cell import Cell, JailFailed, Request, pack_bundle, sealed
 from temper.sandbox.cgroups import Hierarchy, discover
 from temper.sandbox.jail import Host
 from temper.sandbox.languages import LANGUAGES, Language
+from temper.sandbox.pool import JOBS_PER_JAIL, Pool
 from temper.sandbox.spawner import Spawner
 from temper.sandbox.state import State
 
@@ -42,6 +43,10 @@ class Worker:
         self.running: set[Cell] = set()
         self.began = asyncio.Event()  # some job has begun to run
         self._background: set[asyncio.Task[None]] = set()
+        self._pools = {
+            "pool": Pool(slots, 1, self._start, self._stop),
+            "fork": Pool(slots, JOBS_PER_JAIL, lambda: self._start(warm=True), self._stop),
+        }
 
     async def __aenter__(self) -> Worker:
         self._state.sweep()
@@ -50,6 +55,8 @@ class Worker:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for pool in self._pools.values():
+            await pool.close()
         if self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
         if self._spawner is not None:
@@ -69,19 +76,40 @@ class Worker:
             return verdicts.infra(problem)
         async with self._slots:
             try:
-                return await self._fresh(job, LANGUAGES[job.language])
+                run = self._fresh if job.mode == "fresh" else self._pooled
+                return await run(job, LANGUAGES[job.language])
             except (JailFailed, OSError) as error:
                 log(f"job {job.job_id}: {error}")
                 return verdicts.infra(str(error))
 
     async def _fresh(self, job: SandboxJob, language: Language) -> Verdict:
         cell = await self._start()
-        self.running.add(cell)
-        self.began.set()
+        self._use(cell)
         try:
             return await run_tests(cell, job, language)
         finally:
             await self._finish(self._stop(cell))
+
+    async def _pooled(self, job: SandboxJob, language: Language) -> Verdict:
+        """In a jail that was started ahead. One that fails before the program began is replaced, once."""
+        for _ in range(START_ATTEMPTS - 1):
+            try:
+                return await self._in_pool(job, language)
+            except JailFailed as error:
+                log(f"job {job.job_id}: a warm jail failed, taking another one: {error}")
+        return await self._in_pool(job, language)
+
+    async def _in_pool(self, job: SandboxJob, language: Language) -> Verdict:
+        async with self._pools[job.mode].borrow() as cell:
+            self._use(cell)
+            try:
+                return await run_tests(cell, job, language)
+            finally:
+                self.running.discard(cell)
+
+    def _use(self, cell: Cell) -> None:
+        self.running.add(cell)
+        self.began.set()
 
     async def _stop(self, cell: Cell) -> None:
         try:
@@ -89,12 +117,12 @@ class Worker:
         finally:
             self.running.discard(cell)
 
-    async def _start(self) -> Cell:
+    async def _start(self, warm: bool = False) -> Cell:
         assert self._spawner is not None, "enter the worker first"
         for attempt in range(1, START_ATTEMPTS + 1):
             self._cells += 1
             try:
-                return await Cell.start(self._spawner, self.hierarchy, f"jail-{self._cells}")
+                return await Cell.start(self._spawner, self.hierarchy, f"jail-{self._cells}", warm)
             except JailFailed as error:
                 if attempt == START_ATTEMPTS:
                     raise

@@ -1,4 +1,4 @@
-"""Programs of every outcome in a jail each."""
+"""Programs of every outcome, in every mode: the same verdicts."""
 
 import asyncio
 
