@@ -16,7 +16,7 @@ from temper.common.bits import TensorBits, Weights, seal
 from temper.common.delta import StagedUpdate, encode, stage
 from temper.common.errors import EngineError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 CONFIG = Qwen2Config(
     vocab_size=61,
@@ -32,16 +32,19 @@ LENGTH = 40
 SHAPE = from_config(CONFIG.to_dict() | {"architectures": ["Qwen2ForCausalLM"]})
 
 
+_make: Any = AutoModelForCausalLM.from_config
+
+
 @pytest.fixture(autouse=True)
 def inference() -> Iterator[None]:
     with torch.inference_mode():
         yield
 
 
-def model_of(seed: int) -> PreTrainedModel:
+def model_of(seed: int) -> Any:
     with torch.inference_mode(False), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(CONFIG).eval()
+        model = _make(CONFIG).eval()
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
         return model
@@ -54,7 +57,7 @@ def sealed(parameters: Mapping[str, Tensor], ordinal: int, base: Weights | None 
     return seal(ordinal, 77, tensors, base)
 
 
-def version_of(model: PreTrainedModel, ordinal: int, base: Weights | None = None) -> Weights:
+def version_of(model: Any, ordinal: int, base: Weights | None = None) -> Weights:
     return sealed({name: p.detach().contiguous() for name, p in model.named_parameters()}, ordinal, base)
 
 
@@ -63,7 +66,7 @@ def update_to(new: Weights, base: Weights | None = None) -> StagedUpdate:
 
 
 def decoder(
-    model: PreTrainedModel | None = None,
+    model: Any = None,
     *,
     rows: int = 8,
     kv: Literal["keep", "recompute"] = "keep",
@@ -90,7 +93,7 @@ def finish(made: Decoder, *, steps: int = 1000) -> dict[Any, Generation]:
     return ended
 
 
-def forced(model: PreTrainedModel, prompt: list[int], ids: list[int], temperature: float = 1.0) -> list[float]:
+def forced(model: Any, prompt: list[int], ids: list[int], temperature: float = 1.0) -> list[float]:
     """transformers' log-probabilities of `ids` after `prompt`."""
     logits = model(torch.tensor([prompt + ids])).logits[0] / temperature
     table = torch.log_softmax(logits, -1)
@@ -229,7 +232,7 @@ def test_support_is_reported_only_when_asked_for() -> None:
 # ---------------------------------------------------------------- weights
 
 
-def two_versions() -> tuple[PreTrainedModel, PreTrainedModel, Weights, Weights]:
+def two_versions() -> tuple[Any, Any, Weights, Weights]:
     """v0, and v1 that differs in a third of every tensor (qkv and gate/up are fused in the engine)."""
     old, new = model_of(11), model_of(12)
     with torch.inference_mode(False), torch.no_grad():

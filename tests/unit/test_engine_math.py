@@ -15,7 +15,7 @@ from temper.actor.engines.sampler import Truncation, sample, sample_truncated
 from temper.actor.engines.shape import from_config
 from temper.common.errors import ConfigError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -43,17 +43,20 @@ CONFIGS = {
 }
 
 
-def reference(config: PretrainedConfig) -> PreTrainedModel:
+_make: Any = AutoModelForCausalLM.from_config
+
+
+def reference(config: PretrainedConfig) -> Any:
     """A random model of `config` with every parameter (norms and biases too) away from its default."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = _make(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.08)
     return model
 
 
-def engine_copy(model: PreTrainedModel, length: int, dtype: torch.dtype = torch.float32) -> Llama:
+def engine_copy(model: Any, length: int, dtype: torch.dtype = torch.float32) -> Llama:
     """The same weights in the embedded engine's layout."""
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     shape = from_config(config)

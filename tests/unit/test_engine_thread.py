@@ -85,20 +85,19 @@ def test_the_loop_is_free_while_the_engine_decodes() -> None:
 
 def test_cancel_gives_the_partial_result_and_a_cancelled_caller_frees_its_row() -> None:
     async def scenario() -> None:
-        made = engine(max_rows=1, max_length_tokens=4000)
+        made = engine(max_rows=2, max_length_tokens=4000)
         await made.apply(full(version(0)))
         cancel = Cancel()
         running = asyncio.ensure_future(made.generate(ask([1], max_new_tokens=3900), cancel))
-        while made.counts.steps < 3:
-            await asyncio.sleep(0)
+        await made.generate(ask([2], max_new_tokens=4))
         cancel.set()
         partial = await running
         assert partial.finish_reason == "abort" and 3 <= len(partial.ids) < 3900
         abandoned = asyncio.ensure_future(made.generate(ask([1], max_new_tokens=3900)))
         await asyncio.sleep(0)
         abandoned.cancel()
-        after = await made.generate(ask([2], max_new_tokens=2))
-        assert len(after.ids) == 2 and abandoned.cancelled()
+        fill = [made.generate(ask([2], max_new_tokens=2)) for _ in range(2)]
+        assert [len(one.ids) for one in await asyncio.gather(*fill)] == [2, 2] and abandoned.cancelled()
         already = Cancel()
         already.set()
         none = await made.generate(ask([1]), already)
@@ -112,9 +111,10 @@ def test_close_returns_what_runs_as_aborted() -> None:
     async def scenario() -> list[Generation]:
         made = engine(max_rows=2, max_length_tokens=4000)
         await made.apply(full(version(0)))
-        running = [asyncio.ensure_future(made.generate(ask([s], max_new_tokens=3900))) for s in (1, 2, 3)]
-        while made.counts.steps < 3:
-            await asyncio.sleep(0)
+        running = [asyncio.ensure_future(made.generate(ask([1], max_new_tokens=3900)))]
+        running.append(asyncio.ensure_future(made.generate(ask([1], max_new_tokens=4))))
+        running += [asyncio.ensure_future(made.generate(ask([s], max_new_tokens=3900))) for s in (2, 3)]
+        await running.pop(1)
         await made.close()
         return await asyncio.gather(*running)
 
