@@ -27,7 +27,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,12 +40,14 @@ from temper.common.keys import load_peer
 from temper.common.log import log, name_process
 from temper.common.metrics import Meter
 from temper.common.peer import Peer, new_session
-from temper.common.process import BlockedLoopWatch, expected, follow_parent, leaves, orphaned, report
+from temper.common.process import BlockedLoopWatch, expected, follow_parent, leave_within, leaves, orphaned, report
 from temper.common.schema import Drain, Hello, Metrics, Role, State, Version, Welcome
 
 T = TypeVar("T")
 
 TICK_S = 1.0
+CANCEL_S = 5.0
+THREADS_S = 3.0
 ORPHAN_DRAIN_S = 5.0
 METRICS_IN_A_MESSAGE = 400
 
@@ -68,6 +70,7 @@ class Daemon:
         self._failure: asyncio.Future[None] | None = None
         self._group: asyncio.TaskGroup | None = None
         self._cause: BaseException | None = None
+        self._ending = False
         self._watch: BlockedLoopWatch | None = None
 
     # ------------------------------------------------------------ for subclasses to override
@@ -89,7 +92,10 @@ class Daemon:
         """Always called last, also after a failure."""
 
     def tick(self) -> None:
-        """Called every second from READY's beginning to the end, in the loop."""
+        """Called every second from READY on, in the loop."""
+
+    def pulse(self) -> None:
+        """Called every second from the very start, in the loop: heartbeats."""
 
     # ------------------------------------------------------------ for subclasses to call
 
@@ -150,13 +156,13 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         self._watch = BlockedLoopWatch()
+        self._tick()
         code, reason = 0, "done"
         try:
             async with asyncio.TaskGroup() as self._group:
                 self.spawn(self._sentinel(), "sentinel")
                 reason = await self._live()
-                for task in list(self._tasks):
-                    task.cancel()
+                self._end_tasks()
         except BaseExceptionGroup as errors:
             cause = self._cause or errors
             self.state = "FAILED"
@@ -180,8 +186,8 @@ class Daemon:
             return self._stopping.result()
         begun.result()
         self.state = "READY"
+        self.pulse()
         self._announce()
-        self._tick()
         work = self.spawn(self.main(), "main")
         await waiting.first(work, self._stopping)
         if work.done():
@@ -189,7 +195,7 @@ class Daemon:
             return "done"
         reason = self._stopping.result()
         self.state = "DRAINING"
-        self.tick()
+        self.pulse()
         budget_s = min(self.drain_timeout_s, ORPHAN_DRAIN_S) if orphaned() else self.drain_timeout_s
         try:
             async with asyncio.timeout(budget_s):
@@ -208,11 +214,26 @@ class Daemon:
             return await work
         except Exception as error:
             self._cause = self._cause or error
+            self._end_tasks()
             raise
 
     async def _sentinel(self) -> None:
         assert self._failure is not None
         await self._failure
+
+    def _end_tasks(self) -> None:
+        """Cancel what still runs, and don't wait for ever for what resists."""
+        for task in self._tasks:
+            task.cancel()
+        if not self._ending:
+            self._ending = True
+            asyncio.get_running_loop().call_later(CANCEL_S, self._give_up)
+
+    def _give_up(self) -> None:
+        left = sorted(task.get_name() for task in self._tasks if not task.done())
+        if left:
+            log(f"{', '.join(left)} did not end within {CANCEL_S:.0f} s of being cancelled; exiting without")
+            os._exit(report(self.role, self._cause) if self._cause is not None else 1)
 
     def _announce(self) -> None:
         log(f"ready (pid {os.getpid()})")
@@ -225,7 +246,9 @@ class Daemon:
         asyncio.get_running_loop().call_later(TICK_S, self._tick)
         if self._watch is not None:
             self._watch.beat()
-        self.tick()
+        self.pulse()
+        if self.state in ("READY", "DRAINING"):
+            self.tick()
         age_s = time.monotonic() - self._progress_at
         if self.last_progress and not self._waits and self.state == "READY" and age_s > self.stall_timeout_s:
             self.fail(TemperError(f"no progress for {age_s:.0f} s; the last was: {self.last_progress}"))
@@ -308,9 +331,9 @@ class PeerDaemon(Daemon):
         if self._peer is not None:
             await self._peer.close(reason[:1000], exit_code)
 
-    def tick(self) -> None:
+    def pulse(self) -> None:
         """Heartbeat contents and one tick of metrics."""
-        if self._peer is None or self._peer.over:
+        if self._peer is None or self._peer.over or self._welcome is None:
             return
         self._peer.beat(self.state, self.last_progress[:500], self.waiting_for[:500], self.version)
         for message in metrics_of(self.name, self.meter):
@@ -354,14 +377,27 @@ def metrics_of(source: str, meter: Meter) -> list[Metrics]:
     return messages
 
 
-def run_daemon(daemon: Daemon, *, on_error: Callable[[BaseException], None] | None = None) -> int:
+def run_daemon(daemon: Daemon) -> int:
     """Run `daemon` to its end; the exit code for ``sys.exit``."""
     name_process(daemon.name)
     try:
         follow_parent()
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(daemon._run())
+        code = _run_loop(daemon)
     except (TemperError, OSError) as error:
         if expected(error) is None:
             raise
-        return report(daemon.role, error)
+        code = report(daemon.role, error)
+    leave_within(THREADS_S, code)
+    return code
+
+
+def _run_loop(daemon: Daemon) -> int:
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        code = loop.run_until_complete(daemon._run())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        return code
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()

@@ -40,6 +40,7 @@ Handler = Callable[[Any, list[memoryview]], None]
 HELLO_S = 0.1
 HEARTBEAT_S = 1.0
 SILENCE_S = 30.0
+REDIAL_S = 3.0
 TURN_MESSAGES = 256
 TURN_BYTES = 32 * 1024 * 1024
 CONFIGURATION_CODES = ("run_mismatch", "role_taken", "key", "domain")
@@ -64,12 +65,22 @@ class _Side:
     def __init__(self, peer: Peer, kind: SocketKind) -> None:
         self._peer = peer
         self.kind: SocketKind = kind
+        self.dialed_at = time.monotonic()
         self.socket = connect(peer.address, kind, peer.identity, peer.keys)
         self.link = Link(self.socket, self._drain)
         self.session = Session(self.link, b"", peer.epoch, Channel(*peer.window))
-        self.welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self.welcome: Welcome | None = None
         self.broker_epoch = 0
         self.heard_at = time.monotonic()
+
+    def redial(self) -> None:
+        """Connect anew: ZeroMQ does not try again by itself once a key was refused."""
+        self.dialed_at = time.monotonic()
+        self.link.close()
+        self.socket.close(linger=0)
+        self.socket = connect(self._peer.address, self.kind, self._peer.identity, self._peer.keys)
+        self.link = Link(self.socket, self._drain)
+        self.session.relink(self.link)
 
     def greet(self) -> None:
         """Say hello (again)."""
@@ -86,7 +97,6 @@ class _Side:
     def close(self) -> None:
         self.link.close()
         self.socket.close(linger=200)
-        self.welcome.cancel()
 
     def _drain(self) -> bool:
         count = size = 0
@@ -140,8 +150,8 @@ class _Side:
             if again:
                 self._peer.resynced(self, welcome)
         channel.ack_due = True
-        if not self.welcome.done():
-            self.welcome.set_result(welcome)
+        self.welcome = welcome
+        self._peer.welcomed()
 
     def _refused(self, refused: Body) -> None:
         assert isinstance(refused, Refused)
@@ -180,6 +190,7 @@ class Peer:
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
+        self._opened: asyncio.Future[None] = self._loop.create_future()
         self._handlers: dict[type[Body], Handler] = {}
         self._ignored: set[type[Body]] = set()
         self._sides: list[_Side] = []
@@ -201,22 +212,17 @@ class Peer:
         self._sides = [_Side(self, "control"), _Side(self, "bulk")]
         self._ticked_at = time.monotonic()
         self._tick()
-        answers = asyncio.gather(*(side.welcome for side in self._sides))
-        answers.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also after a timeout
-        done = first(answers, self.lost)
         try:
-            await wait_for(f"broker at {self.address}", done, timeout_s)
+            await wait_for(f"broker at {self.address}", first(self._opened, self.lost), timeout_s)
         except PeerLost as error:
             raise PeerLost(
                 f"no broker answered at {self.address} within {timeout_s:.0f} s: is it running, is the address right"
                 + (", is the key allowed?" if self.keys else "?")
             ) from error
-        finally:
-            if not answers.done():
-                answers.cancel()
-        if self.over:
+        welcome = self._sides[0].welcome
+        if self.over or welcome is None:
             raise self.fault or PeerLost("the connection was closed")
-        return self._sides[0].welcome.result()
+        return welcome
 
     async def send(self, body: Body, frames: Sequence[Any] = (), version: int = 0) -> None:
         """Send; for a reliable message wait until the broker's credit covers it. PeerLost if the broker is gone.
@@ -305,6 +311,11 @@ class Peer:
         for side in self._sides:
             side.session.abandon(PeerLost(str(error)))
 
+    def welcomed(self) -> None:
+        """The broker let us in on one socket; `open` returns when both are."""
+        if not self._opened.done() and all(side.welcome is not None for side in self._sides):
+            self._opened.set_result(None)
+
     def resynced(self, side: _Side, welcome: Welcome) -> None:
         """The broker restarted: shake hands on the other socket too, tell the daemon."""
         for other in self._sides:
@@ -337,6 +348,8 @@ class Peer:
             return
         self._timer = self._loop.call_later(period, self._tick)
         for side in self._sides:
+            if self.keys is not None and now - max(self._sides[0].heard_at, side.dialed_at) > REDIAL_S:
+                side.redial()
             if not side.broker_epoch:
                 side.greet()
             else:

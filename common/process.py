@@ -70,6 +70,30 @@ def report(role: str, error: BaseException) -> int:
     return 1
 
 
+def leave_within(seconds: float, code: int) -> None:
+    """Once the interpreter begins to shut down, give its threads `seconds`, then exit with `code` whatever hangs.
+
+    A thread in a grader or a native call that never returns would otherwise be joined for ever.
+    """
+    register = getattr(threading, "_register_atexit", None)
+    if register is None:
+        return
+    begun = threading.Event()
+
+    def watch() -> None:
+        begun.wait()
+        threading.Event().wait(seconds)
+        log(f"threads do not end ({', '.join(_busy_threads())}); leaving without them")
+        os._exit(code)
+
+    threading.Thread(target=watch, name="exit-watch", daemon=True).start()
+    register(begun.set)
+
+
+def _busy_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()] or ["none"]
+
+
 class BlockedLoopWatch:
     """Notices, from a thread, that the event loop stands still, and logs where. `beat` is called from the loop."""
 

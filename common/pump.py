@@ -136,10 +136,16 @@ class Router:
         self._answered: set[PeerId] = set()  # strangers that got their answer since the last tick
         self._due: set[_Remote] = set()
         self._flush_scheduled = False
+        self._receiving = False
+        self._closures: list[tuple[PeerId, str]] = []
         self._beat = Heartbeat("STARTING")
         self._keys = keys
-        self._bound = bind(parse_address(address), kind, keys)
         self._admission = Admission.of(keys) if keys is not None else None
+        try:
+            self._bound = bind(parse_address(address), kind, keys)
+        except BaseException:
+            self._leave()
+            raise
         self._link = Link(self._bound.socket, self._drain)
         self._ticked_at = self._loop.time()
         self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
@@ -212,7 +218,11 @@ class Router:
         answer = Refused(code, reason)
         self._remember(peer, answer)
         self._answer(peer, answer)
-        if self._peers.pop(peer, None) is not None:
+        if self._peers.pop(peer, None) is None:
+            return
+        if self._receiving:  # after what it sent before
+            self._closures.append((peer, reason))
+        else:
             self._on_closed(peer, reason)
 
     def forget(self, peer: PeerId, reason: str = "the session was closed") -> None:
@@ -228,6 +238,9 @@ class Router:
         self._flush()
         self._link.close()
         self._bound.close(linger_ms)
+        self._leave()
+
+    def _leave(self) -> None:
         if self._admission is not None:
             self._admission.leave()
             self._admission = None
@@ -238,14 +251,20 @@ class Router:
         batch: list[Delivery] = []
         now = self._loop.time()
         count = size = 0
-        while count < TURN_MESSAGES and size < TURN_BYTES:
-            parts = self._link.receive()
-            if parts is None:
-                break
-            count += 1
-            size += self._take(parts, batch, now)
+        self._receiving = True
+        try:
+            while count < TURN_MESSAGES and size < TURN_BYTES:
+                parts = self._link.receive()
+                if parts is None:
+                    break
+                count += 1
+                size += self._take(parts, batch, now)
+        finally:
+            self._receiving = False
         if batch:
             self._on_batch(batch)
+        while self._closures:
+            self._on_closed(*self._closures.pop(0))
         self._flush()
         return count >= TURN_MESSAGES or size >= TURN_BYTES
 

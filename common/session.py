@@ -77,6 +77,10 @@ class Session:
         self._queue: deque[Outgoing] = deque()
         self.queued_bytes = 0
 
+    def relink(self, link: Link) -> None:
+        """Go on over a new socket to the same peer; what the old one lost is resent."""
+        self._link = link
+
     @property
     def queued(self) -> int:
         """Messages that wait for credit."""

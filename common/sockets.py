@@ -124,6 +124,7 @@ def bind(address: Address, kind: SocketKind, keys: BrokerKeys | None = None) -> 
     bound = Bound(socket, lock, path)
     try:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnected peer need not wait for its dead connection
         if keys is not None and address.scheme == "tcp":
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())

@@ -1,0 +1,81 @@
+"""Arrays as frames: no copy, nothing taken on trust."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from temper.common.arrays import DTYPES, pack_arrays, unpack_arrays
+from temper.common.errors import ProtocolError
+from temper.common.schema import ArraySpec
+
+
+@given(
+    st.sampled_from(sorted(DTYPES)).flatmap(
+        lambda name: hnp.arrays(np.dtype(name), hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5))
+    )
+)
+@settings(deadline=None)
+def test_an_array_comes_back_equal(array: Any) -> None:
+    specs, frames = pack_arrays({"x": array, "y": np.arange(3, dtype=np.int32)})
+    back = unpack_arrays(specs, [bytes(frame) for frame in frames])
+    np.testing.assert_array_equal(back["x"], array)
+    assert back["x"].dtype == array.dtype and back["x"].shape == array.shape
+    assert list(back) == ["x", "y"]
+
+
+def test_a_contiguous_array_is_not_copied_in_either_direction() -> None:
+    array = np.arange(1000, dtype=np.float32).reshape(10, 100)
+    specs, frames = pack_arrays({"x": array})
+    assert np.shares_memory(np.frombuffer(frames[0], dtype=np.uint8), array)
+    back = unpack_arrays(specs, frames)["x"]
+    assert np.shares_memory(back, array)
+    with pytest.raises(ValueError, match="read-only"):
+        back[0, 0] = 1.0
+
+
+def test_strided_and_big_endian_arrays_arrive_right() -> None:
+    strided = np.arange(12, dtype=np.int64).reshape(3, 4)[:, ::2]
+    swapped = np.arange(5, dtype=">f4")
+    back = unpack_arrays(*pack_arrays({"a": strided, "b": swapped}))
+    np.testing.assert_array_equal(back["a"], strided)
+    np.testing.assert_array_equal(back["b"], swapped)
+
+
+@pytest.mark.parametrize(
+    ("spec", "size", "message"),
+    [
+        (ArraySpec("x", "float32", (3,)), 8, "needs 12 bytes, its frame has 8"),
+        (ArraySpec("x", "object", (1,)), 8, "dtype 'object'"),
+        (ArraySpec("x", "float32", (-1, -2)), 8, "shape"),
+        (ArraySpec("x", "uint8", (1,) * 9), 1, "shape"),
+        (ArraySpec("x", "uint8", (2**62, 2**62)), 8, "needs"),
+        (ArraySpec("x", "uint8", (0, 5)), 1, "needs 0 bytes"),
+    ],
+)
+def test_what_does_not_fit_its_spec_is_refused(spec: ArraySpec, size: int, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        unpack_arrays([spec], [bytes(size)])
+
+
+def test_the_number_of_frames_and_their_names_must_fit() -> None:
+    spec = ArraySpec("x", "uint8", (1,))
+    with pytest.raises(ProtocolError, match="1 frames for 2 arrays"):
+        unpack_arrays([spec, spec], [b"a"])
+    with pytest.raises(ProtocolError, match="appears twice"):
+        unpack_arrays([spec, spec], [b"a", b"b"])
+
+
+def test_what_cannot_travel_is_refused_before_it_leaves() -> None:
+    with pytest.raises(ProtocolError, match="complex128"):
+        pack_arrays({"x": np.zeros(2, dtype=np.complex128)})
+    with pytest.raises(ProtocolError, match="object"):
+        pack_arrays({"x": np.array([{}], dtype=object)})
+    with pytest.raises(ProtocolError, match="65 arrays"):
+        pack_arrays({str(i): np.zeros(1) for i in range(65)})
+    with pytest.raises(ProtocolError, match="split it"):
+        pack_arrays({"x": np.zeros(16 * 1024 * 1024 + 1, dtype=np.uint8)})
