@@ -1,0 +1,97 @@
+"""What a run shows: rates and ETA from differences, both drawings from the same picture, nothing forged by a peer's text."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from temper.cli import view
+from temper.cli.status import render
+from temper.common.reports import PeerStatus, Progress, RunStatus
+
+
+def picture() -> view.Picture:
+    made = view.Picture("demo", 100, "runs/demo")
+    made.started = 0.0
+    made.processes = [
+        view.ProcessState("broker", "ready"),
+        view.ProcessState("actor-1", "restarting", "restarts in 3 s"),
+    ]
+    made.take_progress(
+        Progress("step", 10.0 + n, step=n, reward={"reverse": n / 20}, lag_mean=1.5, lag_max=3, tokens=100)
+        for n in range(1, 11)
+    )
+    made.take_progress([Progress("eval", 12.0, when="before", version=3, accuracy={"reverse": 0.31, "code": None})])
+    for second in range(5):
+        status = RunStatus(
+            phase="train",
+            steps_done=10,
+            sampled_tokens=1000 * second,
+            queued_groups=7,
+            queued_bytes=2_000_000,
+            jobs={"ok": 30 * second},
+        )
+        made.take_status(status, float(second))
+    return made
+
+
+def drawn(renderable: object, width: int = 160) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=False).print(renderable)
+    return out.getvalue()
+
+
+def test_both_forms_show_the_same_facts() -> None:
+    made = picture()
+    for text in (view.line(made, 75.0), drawn(view.panel(made, 75.0))):
+        for part in (
+            "train",
+            "step 10/100",
+            "1:15",
+            "sampled 1,000",
+            "30 jobs/s",
+            "7 groups (2.0 MB)",
+            "mean 1.5, max 3",
+        ):
+            assert part in text, (part, text)
+        assert "reverse 0.31  code -" in text
+
+
+def test_eta_follows_the_pace_of_the_recent_steps() -> None:
+    made = view.Picture("demo", 100, "")
+    assert made.eta_s() is None
+    made.take_progress([Progress("step", 10.0, step=1), Progress("step", 30.0, step=11)])
+    assert made.eta_s() == (100 - 11) * 2.0
+
+
+def test_rates_forget_what_is_older_than_the_window_and_never_go_below_zero() -> None:
+    rates = view.Rates()
+    assert rates.of("x") is None
+    for second in range(30):
+        rates.add(float(second), {"x": 10.0 * second if second < 15 else 150.0})
+    assert rates.of("x") == 0.0
+    rates.add(30.0, {"x": 0.0})
+    assert rates.of("x") == 0.0
+
+
+def test_a_silent_broker_is_shown_as_such() -> None:
+    made = picture()
+    made.take_status(None, 80.0)
+    assert "does not answer" in drawn(view.panel(made, 81.0))
+
+
+def test_status_escapes_what_peers_say() -> None:
+    evil = "\x1b[2J[red]gone[/red]\nforged"
+    peer = PeerStatus("actor-1", "actor", "READY", progress=evil, waiting_for=evil, in_flight=3, version=4)
+    text = drawn(
+        render(RunStatus(name="demo", phase="train", peers=[peer], letters=[evil], paused_domains={"d": evil})), 300
+    )
+    assert "\x1b" not in text
+    assert "[red]gone[/red]" in text
+    assert not any(line.startswith("forged") for line in text.splitlines())
+    assert "actor-1" in text
+
+
+def test_durations_and_rates() -> None:
+    assert [view.duration(s) for s in (0, 75.9, 3600, 7325)] == ["0:00", "1:15", "1:00:00", "2:02:05"]
+    assert [view.rate(v) for v in (None, 3.14, 1234.5)] == ["-", "3.1", "1,234"]
