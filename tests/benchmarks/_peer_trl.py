@@ -1,6 +1,6 @@
 """TRL's GRPO trainer on the same model, prompts, samples and tokens: the yardstick for `demo` and `smollm2`.
 
-Run as a process of its own (``python -P peer_trl.py JOB.json``): it prints one JSON line with steps, samples per second and
+Run as a process of its own (``python -P _peer_trl.py JOB.json``): it prints one JSON line with steps, samples per second and
 its peak resident memory. The job file names the model folder, the prompts, the answers and the sizes; a completion is
 rewarded when its first line is the answer. TRL is a development dependency and never needed to run Temper.
 """
