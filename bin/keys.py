@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     new.add_argument(
         "--file", type=Path, metavar="FILE", help="where to write the peer's key (default FOLDER/NAME.key)"
     )
-    show = commands.add_parser("show", help="the broker's public key and the peers it lets in")
+    show = commands.add_parser("show", aliases=["list"], help="the broker's public key and the peers it lets in")
     allow = commands.add_parser("allow", help="let in a peer that made its key elsewhere")
     allow.add_argument("name", metavar="NAME")
     allow.add_argument("public", metavar="PUBLIC_KEY")
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"broker keys in {folder}, public key {broker.public}")
         if arguments.name:
             print(f"key file of {arguments.name}: {keys.new_peer(folder, arguments.name, arguments.file)}")
-    elif arguments.command == "show":
+    elif arguments.command in ("show", "list"):
         print(f"broker {keys.load_broker(folder).public}")
         for name, public in keys.allowed(folder).items():
             print(f"{name} {public}")
