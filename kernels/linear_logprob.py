@@ -52,12 +52,13 @@ def linear_logprob(
     support: Support | None = None,
     return_lse: bool = False,
     group: dist.ProcessGroup | None = None,
-    backend: Literal["auto", "torch"] = "auto",
+    backend: Literal["auto", "torch", "triton"] = "auto",
 ) -> LogprobOut:
     """log-probability of `target` under softmax(softcap(hidden weight^T + bias) / temperature).
 
     hidden [N, H] float; weight [V, H] float (any strides, may be tied to an embedding); target i64/i32[N], `ignore_index`
     marks rows that are skipped (logprob 0, no gradient); bias [V]. temperature > 0, scalar or f32[N], no gradient.
+    backend: auto takes Triton on a GPU (float64 aside) and chunked torch elsewhere.
     softcap c: c tanh(x / c) before the temperature. valid_vocab: ids from there on are padding and have probability 0.
     entropy: none, value (no gradient), grad. support = (ids i32[M], cu i64[N+1]): the ids that top-p/top-k/min-p kept
     for each row, so that truncated sampling is normalised over the same set; an empty row keeps the whole vocabulary; at
@@ -65,8 +66,7 @@ def linear_logprob(
     order and the same hidden and target; hidden's gradient is summed over them.
     ValueError names the argument, what was found and what was expected.
     """
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"backend: found {backend!r}, expected auto or torch")
+    blocks = _implementation(backend, hidden)
     shards, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     _check_shapes(hidden, weight, target, bias, group)
     vocabulary = weight.shape[0] * shards
@@ -88,9 +88,37 @@ def linear_logprob(
     if support is not None:
         _check_support(support, target, ignored, valid)
     logprob, ent, lse = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, target.long(), scale, ignored, softcap, valid, entropy, support, group, rank
+        hidden,
+        weight,
+        bias,
+        target.long(),
+        scale,
+        ignored,
+        softcap,
+        valid,
+        entropy,
+        support,
+        group,
+        rank,
+        blocks,
+        isinstance(temperature, Tensor) or temperature != 1,
     )
     return LogprobOut(logprob, None if entropy == "none" else ent, lse if return_lse else None)
+
+
+def _implementation(backend: str, hidden: Tensor) -> Any:
+    """The module with `dense_stats` and `dense_backward`."""
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend: found {backend!r}, expected auto, torch or triton")
+    if backend == "torch" or (backend == "auto" and not (hidden.is_cuda and hidden.dtype != torch.float64)):
+        return chunked
+    from temper.kernels import linear_logprob_triton
+
+    if hidden.dtype == torch.float64 or not (hidden.is_cuda or linear_logprob_triton.INTERPRETED):
+        raise ValueError(
+            f"backend: found 'triton' with {hidden.dtype} on {hidden.device}, expected fp32, bf16 or fp16 on a GPU"
+        )
+    return linear_logprob_triton
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, group: Any) -> None:
@@ -156,7 +184,7 @@ class _LinearLogprob(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: Tensor,
         ignored: Tensor, softcap: float | None, valid: int, entropy: Entropy, support: Support | None,
-        group: dist.ProcessGroup | None, rank: int,
+        group: dist.ProcessGroup | None, rank: int, blocks: Any, hot: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dtype = torch.float64 if hidden.dtype == weight.dtype == torch.float64 else torch.float32
         start = rank * weight.shape[0]
@@ -170,7 +198,7 @@ class _LinearLogprob(torch.autograd.Function):
         h, t, workspace = hidden.detach(), temperature.to(dtype), chunked.WORKSPACE_ELEMENTS
         dense, sparse = _split(rows, support)
         if own:
-            chunked.dense_stats(shard, h, local, t, dense, stats, entropy != "none", workspace)
+            blocks.dense_stats(shard, h, local, t, dense, stats, entropy != "none", workspace)
             if support is not None:
                 chunked.support_stats(shard, h, local, t, sparse, support, stats, workspace)
         if group is not None:
@@ -186,7 +214,7 @@ class _LinearLogprob(torch.autograd.Function):
         ent = torch.where(ignored, 0, (lse - mean).clamp(0, log(valid)))
         lse = torch.where(ignored, 0, lse)
         ctx.save_for_backward(hidden, weight, bias, local, t, lse, mean, ignored, *(support or ()))
-        ctx.head = (shard.softcap, start, own, dtype, group, entropy)
+        ctx.head = (shard.softcap, start, own, dtype, group, entropy, blocks, hot)
         if entropy != "grad":
             ctx.mark_non_differentiable(ent)
         ctx.set_materialize_grads(False)
@@ -196,7 +224,7 @@ class _LinearLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None) -> Any:
         hidden, weight, bias, local, t, lse, mean, ignored, *support = ctx.saved_tensors
-        softcap, start, own, dtype, group, entropy = ctx.head
+        softcap, start, own, dtype, group, entropy, blocks, hot = ctx.head
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         zero = torch.zeros_like(lse)
         up = chunked.Upstream(
@@ -213,12 +241,12 @@ class _LinearLogprob(torch.autograd.Function):
         d_hidden = torch.zeros(hidden.shape, dtype=summed, device=hidden.device) if needs_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if needs_weight else None
         d_bias = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device) if needs_bias else None
-        shard = chunked.Shard(weight[:own], None if bias is None else bias[:own], softcap, start, dtype)
+        shard = chunked.Shard(weight[:own], None if bias is None else bias[:own], softcap, start, dtype, hot)
         pair = (support[0], support[1]) if support else None
         dense, sparse = _split((needed & ~ignored).nonzero()[:, 0], pair)
         if own:
             outs = (d_hidden, None if d_weight is None else d_weight[:own], None if d_bias is None else d_bias[:own])
-            chunked.dense_backward(shard, hidden, local, t, dense, up, *outs, chunked.WORKSPACE_ELEMENTS)
+            blocks.dense_backward(shard, hidden, local, t, dense, up, *outs, chunked.WORKSPACE_ELEMENTS)
             if pair is not None:
                 chunked.support_backward(shard, hidden, local, t, sparse, pair, up, *outs, chunked.WORKSPACE_ELEMENTS)
         if group is not None and d_hidden is not None:
@@ -227,7 +255,7 @@ class _LinearLogprob(torch.autograd.Function):
             None if d_hidden is None else d_hidden.to(hidden.dtype),
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
-            *(None,) * 9,
+            *(None,) * 11,
         )
 
 
