@@ -61,7 +61,7 @@ class Text:
                 bos_token=_token(self._settings.get("bos_token")),
                 eos_token=_token(self._settings.get("eos_token")),
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template can raise anything
             raise ConfigError(f"the model's chat template refuses these messages: {error}") from error
 
     def stop_ids(self, stop: Sequence[str]) -> tuple[int, ...]:
