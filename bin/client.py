@@ -6,11 +6,13 @@ Used by `temper status` and by the live view of `temper run`. Never in the way o
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 from pathlib import Path
 from typing import Any
 
+from temper.cli.rundir import RUN_FILE
 from temper.common.errors import ConfigError, PeerLost
 from temper.common.keys import load_peer
 from temper.common.peer import Peer, new_session
@@ -57,10 +59,14 @@ class StatusClient:
 
 
 def address_of(run_dir: Path) -> str:
-    """The broker's address that a run directory's run.json names; ConfigError when there is no running run."""
-    import json
-
+    """The broker's address that a run directory's run.json names; ConfigError when no run is going on there."""
     try:
-        return str(json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["address"])
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{run_dir}: no run.json with the broker's address here: is it a run directory?") from error
+        facts = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
+        address, pid = str(facts["address"]), int(facts["pid"])
+    except FileNotFoundError as error:
+        raise ConfigError(f"{run_dir}: no {RUN_FILE} there: no run of `temper run` is going on in it") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{run_dir / RUN_FILE}: cannot be read: {error}") from error
+    if not Path(f"/proc/{pid}").exists():
+        raise ConfigError(f"{run_dir}: its run is over: the process that supervised it (pid {pid}) is gone")
+    return address

@@ -58,13 +58,16 @@ class LiveDisplay:
         self._live.start()
 
     def draw(self, picture: view.Picture, now: float) -> None:
-        self._live.update(view.panel(picture, now), refresh=True)
+        with contextlib.suppress(OSError):  # the terminal is gone: the run is not
+            self._live.update(view.panel(picture, now), refresh=True)
 
     def say(self, text: str) -> None:
-        self._console.print(Text(clean(text)))
+        with contextlib.suppress(OSError):
+            self._console.print(Text(clean(text)))
 
     def close(self) -> None:
-        self._live.stop()
+        with contextlib.suppress(OSError):
+            self._live.stop()
 
 
 class PlainDisplay:
@@ -79,10 +82,11 @@ class PlainDisplay:
             self.say(view.line(picture, now))
 
     def say(self, text: str) -> None:
-        print(clean(text), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(clean(text), file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        sys.stderr.flush()
+        """Every line was flushed."""
 
 
 def display() -> Display:
@@ -120,7 +124,8 @@ class Supervisor:
     async def run(self) -> Ending:
         """The run's ending; every child has ended when this returns or raises."""
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup stays nohup
+        for number in heard:
             loop.add_signal_handler(number, self._interrupt)
         watcher = asyncio.create_task(self._watch_status())
         try:
@@ -132,7 +137,7 @@ class Supervisor:
             await asyncio.wait({watcher})
             self._kill_all()
             self.picture.take_progress(self._progress.read())
-            for number in SIGNALS:
+            for number in heard:
                 loop.remove_signal_handler(number)
         if self.policy.ending is None:
             raise AssertionError("the policy is over without an ending")

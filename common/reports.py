@@ -163,10 +163,14 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 class ProgressReader:
-    """Reads the lines that were appended to RUN/progress.jsonl since the last call; a half-written line waits."""
+    """Reads the lines that were appended to RUN/progress.jsonl since the last call.
+
+    A line without its end waits; a malformed one (a crash in the middle of a write, then a resume) is skipped and counted.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / PROGRESS_FILE
+        self.skipped = 0
         self._offset = 0
 
     def read(self) -> list[Progress]:
@@ -179,4 +183,10 @@ class ProgressReader:
             return []
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
-        return [decode(line, Progress, str(self.path)) for line in complete.splitlines() if line.strip()]
+        found = []
+        for line in complete.splitlines():
+            try:
+                found.append(decode(line, Progress, str(self.path)))
+            except ProtocolError:
+                self.skipped += 1
+        return found

@@ -40,7 +40,11 @@ print(f"READY {name} pid={os.getpid()}", flush=True)
 if behaviour == "ends":
     stop.wait(0.5)
     sys.exit(0)
-if behaviour == "crashes":
+if behaviour == "crashes after sandbox-1":
+    log = os.path.join(os.path.dirname(os.environ["STOPS"]), "logs", "sandbox-1.log")
+    while not os.path.exists(log) or b"READY" not in open(log, "rb").read():
+        stop.wait(0.02)
+if behaviour.startswith("crashes"):
     print("temper x: out of luck", flush=True)
     sys.exit(1)
 stop.wait()
@@ -127,7 +131,7 @@ def test_crashing_actor_is_restarted_then_given_up(scripts: Path, monkeypatch: p
 
 @pytest.mark.system
 def test_deaf_process_is_killed_when_the_run_fails(scripts: Path) -> None:
-    ending, _, made = supervise(scripts, {**ALL, "sandbox-1": "deaf", "learner": "crashes"})
+    ending, _, made = supervise(scripts, {**ALL, "sandbox-1": "deaf", "learner": "crashes after sandbox-1"})
     assert ending.blamed == "learner"
     assert made.processes["sandbox-1"].poll() == -signal.SIGKILL
 

@@ -23,6 +23,14 @@ def test_progress_reader_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
     assert reader.read() == [first]
 
 
+def test_a_line_that_a_crash_cut_short_is_skipped_and_counted(tmp_path: Path) -> None:
+    line = reports.encode(reports.Progress("step", 1.0, step=1))
+    (tmp_path / reports.PROGRESS_FILE).write_bytes(line[:9] + line + b"\n" + line + b"\n")
+    reader = reports.ProgressReader(tmp_path)
+    assert [found.step for found in reader.read()] == [1]
+    assert reader.skipped == 1
+
+
 def test_summary_round_trip_and_failed_write_keeps_the_old_one(tmp_path: Path) -> None:
     assert reports.read_summary(tmp_path) is None
     summary = reports.Summary(name="x", steps=3, domains={"a": reports.DomainSummary(accuracy_after=0.5)})
