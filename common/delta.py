@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
 
-from temper.common import segments
+from temper.common import coding
 from temper.common.bits import TensorBits, Weights, unsigned
 from temper.common.schema import Version
 from temper.common.weight_chain import TensorPatch, read_chain
@@ -90,11 +90,11 @@ def encode(base: Weights | None, new: Weights, *, threads: int = 1, tally: Tally
         for start in range(0, max(tensors[i].bits.size, 1), SEGMENT_VALUES)
     ]
 
-    def code(job: tuple[int, int]) -> tuple[Record, segments.Coded] | None:
+    def code(job: tuple[int, int]) -> tuple[Record, coding.Coded] | None:
         i, start = job
         piece = tensors[i].bits[start : start + SEGMENT_VALUES]
         old = None if base is None else base.tensors[names[i]].bits[start : start + SEGMENT_VALUES]
-        coded = segments.encode(old, piece, tensors[i].dtype)
+        coded = coding.encode(old, piece, tensors[i].dtype)
         return None if coded is None else (record_of(i, start, piece.size, coded), coded)
 
     pieces = in_order(code, jobs, threads if new.nbytes >= PARALLEL_FROM_BYTES else 1)
@@ -104,7 +104,7 @@ def encode(base: Weights | None, new: Weights, *, threads: int = 1, tally: Tally
 # ---------------------------------------------------------------- stage
 
 
-def stage(chunks: Iterable[segments.Frame], base: Weights | None, *, threads: int = 1) -> StagedUpdate:
+def stage(chunks: Iterable[coding.Frame], base: Weights | None, *, threads: int = 1) -> StagedUpdate:
     """What to overwrite in `base` to get to the version that these chunks lead to; `base` is only read.
 
     `chunks` are those of one entry or of several that follow one another, in order; they must stay unchanged for as
@@ -150,7 +150,7 @@ def overwrite(base: Weights | None, update: StagedUpdate) -> Weights:
     return Weights(update.version, tensors, digests)
 
 
-def compose(chunks: Iterable[segments.Frame], *, threads: int = 1) -> Iterator[Chunk]:
+def compose(chunks: Iterable[coding.Frame], *, threads: int = 1) -> Iterator[Chunk]:
     """The chunks of a snapshot of the version that a snapshot and its chain lead to; one tensor in memory at a time.
 
     The last chunk comes out only if the root digest is right; DeltaError before it if not.
@@ -158,14 +158,14 @@ def compose(chunks: Iterable[segments.Frame], *, threads: int = 1) -> Iterator[C
     chain = read_chain(chunks, None, None)
     head = Head(FORMAT, FORMAT_VERSION, chain.version, None, layout_of(chain.table), chain.table)
 
-    def pieces() -> Iterator[tuple[Record, segments.Coded]]:
+    def pieces() -> Iterator[tuple[Record, coding.Coded]]:
         digests: dict[str, bytes] = {}
         for patch in in_order(lambda i: chain.rebuild(i, None), range(len(chain.table)), threads):
             digests[patch.name] = patch.digest
             tensor = len(digests) - 1
             for start in range(0, max(patch.values.size, 1), SEGMENT_VALUES):
                 piece = patch.values[start : start + SEGMENT_VALUES]
-                coded = segments.encode(None, piece, patch.dtype)
+                coded = coding.encode(None, piece, patch.dtype)
                 if coded is not None:
                     yield record_of(tensor, start, piece.size, coded), coded
         chain.check(digests)

@@ -503,7 +503,7 @@ class NeedBundle(Body, frozen=True):
 class Manifest(Part, frozen=True):
     """One entry of the weight log: base None = snapshot (full copy), else the delta base -> version.
 
-    `chunks` messages follow (`Chunk`), `size` bytes in all. `digests` is blake2b-16 over all chunk payloads.
+    `chunks` messages follow (`Chunk`), `size` bytes in all; both 0 in the `Publish` of a snapshot (see `Chunk.last`).
     """
 
     version: Version
@@ -512,6 +512,7 @@ class Manifest(Part, frozen=True):
     size: int
     full_size: int  # bytes of a full copy of this version, for the ratio
     density: float  # share of values that changed (1.0 for a snapshot)
+    keep: bool = False  # an evaluation will ask for this very version: don't retire it with the others
 
 
 class Publish(Body, frozen=True):
@@ -523,7 +524,10 @@ class Publish(Body, frozen=True):
 
 
 class Chunk(Body, frozen=True):
-    """One piece of an entry's payload in one frame (<= 16 MiB); `digest` blake2b-16 of the frame, hex."""
+    """One piece of an entry's payload in one frame (<= 16 MiB); `digest` blake2b-16 of the frame, hex.
+
+    `last` ends the entry: a snapshot is sent while it is made, its manifest says chunks 0 and size 0 until then.
+    """
 
     KIND: ClassVar[int] = 67
     BULK: ClassVar[bool] = True
@@ -531,14 +535,20 @@ class Chunk(Body, frozen=True):
     snapshot: bool
     index: int
     digest: str
+    last: bool = False
 
 
 class Stored(Body, frozen=True):
-    """B -> learner, bulk: the entry is on disk; the next delta may be based on it."""
+    """B -> learner, bulk: the log ends with `version`, which is on disk; the next delta may be based on it.
+
+    Another version than the one published says that that one was not taken (its base is not there, a chunk was
+    damaged or missing): publish a snapshot. `answers` is the ordinal that was published.
+    """
 
     KIND: ClassVar[int] = 68
     BULK: ClassVar[bool] = True
     version: Version
+    answers: int | None = None
 
 
 class NewVersion(Body, frozen=True):
@@ -549,24 +559,31 @@ class NewVersion(Body, frozen=True):
 
 
 class Fetch(Body, frozen=True):
-    """actor -> B, bulk: bring me from `have` (None: nothing usable) to `want` (None: the newest)."""
+    """actor -> B, bulk: bring me from `have` (None: nothing usable) to `want` (None: the newest).
+
+    `request` comes back in the Chain; a later Fetch of the same peer ends an earlier one.
+    """
 
     KIND: ClassVar[int] = 70
     BULK: ClassVar[bool] = True
     have: Version | None
     want: int | None
+    request: int = 0
 
 
 class Chain(Body, frozen=True):
     """B -> actor, bulk: the entries that lead there, in order; their chunks follow, entry by entry.
 
-    Empty with `reason` when it cannot be served (gap, unknown version): ask again with have=None.
+    Empty with `reason` when it cannot be served (not stored yet, retired): wait for it or ask for another.
+    `version` is where they lead (with a reason: where the log ends); empty without a reason: the asker has those bits.
     """
 
     KIND: ClassVar[int] = 71
     BULK: ClassVar[bool] = True
     entries: list[Manifest]
     reason: str = ""
+    version: Version | None = None
+    request: int = 0
 
 
 def _bodies(base: type[Body]) -> dict[int, type[Body]]:

@@ -13,7 +13,7 @@ from math import prod
 from typing import Literal
 
 import numpy as np
-from temper.common import segments
+from temper.common import coding
 from temper.common.bits import digest_of, root_of, unsigned
 from temper.common.errors import ProtocolError, TemperError
 from temper.common.schema import Version
@@ -48,7 +48,7 @@ class Chain:
     whole: bool
     entries: int
     nbytes: int
-    pieces: dict[int, list[tuple[Record, segments.Coded]]] = field(default_factory=lambda: defaultdict(list))
+    pieces: dict[int, list[tuple[Record, coding.Coded]]] = field(default_factory=lambda: defaultdict(list))
 
     def rebuild(self, i: int, base: np.ndarray | None) -> TensorPatch:
         """The patch of tensor `i` through all entries; `base` bits are only read, None where the chain is whole."""
@@ -62,7 +62,7 @@ class Chain:
                 piece = values[record.start : record.start + record.count]
                 if piece.size != record.count:
                     raise ProtocolError(f"values {record.start} + {record.count} of a tensor of {size}")
-                patch = segments.decode(coded, piece, piece.size, bits, dtype)
+                patch = coding.decode(coded, piece, piece.size, bits, dtype)
                 if patch.indices is None:
                     piece[:] = patch.values
                     touched = None
@@ -87,7 +87,7 @@ class Chain:
             raise DeltaError("digest", f"version {self.version.ordinal} came out as {root}, not {self.version.digest}")
 
 
-def read_chain(chunks: Iterable[segments.Frame], base_digest: str | None, base_table: Table | None) -> Chain:
+def read_chain(chunks: Iterable[coding.Frame], base_digest: str | None, base_table: Table | None) -> Chain:
     """The chain in `chunks`, checked: whole entries, each based on the one before, the first on `base_digest`."""
     chain: Chain | None = None
     at, table, expected = base_digest, base_table, 0
@@ -153,7 +153,7 @@ def _check_tiling(chain: Chain) -> None:
         for record, coded in chain.pieces.get(i, []):
             if covered == size:
                 break
-            if record.start != covered or coded.kind not in (segments.RAW, segments.PLANES):
+            if record.start != covered or coded.kind not in (coding.RAW, coding.PLANES):
                 raise DeltaError("gap", f"{name}: the snapshot has no piece at {covered}")
             covered += record.count
         if covered != size:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-from temper.common import segments
+from temper.common import coding
 from temper.common.bits import Weights, digest_of
 from temper.common.errors import TemperError
 from temper.common.schema import Version
@@ -29,7 +29,7 @@ _LENGTH = struct.Struct("<I")
 
 Chunk = bytes
 Table = list[tuple[str, str, tuple[int, ...]]]  # (name, dtype, shape), sorted by name
-Reason = Literal["gap", "base", "layout", "malformed", "truncated", "digest"]
+Reason = Literal["gap", "base", "layout", "malformed", "truncated", "digest", "engine"]
 
 
 class DeltaError(TemperError):
@@ -97,11 +97,11 @@ def layout_of(table: Table) -> bytes:
     return digest_of(np.frombuffer(msgspec.msgpack.encode(table), np.uint8))
 
 
-def record_of(tensor: int, start: int, count: int, coded: segments.Coded) -> Record:
+def record_of(tensor: int, start: int, count: int, coded: coding.Coded) -> Record:
     return Record(tensor, start, count, coded.kind, coded.parameters, tuple(len(s) for s in coded.streams))
 
 
-def pack(head: Head | None, pieces: Iterable[tuple[Record, segments.Coded]], tally: Tally) -> Iterator[Chunk]:
+def pack(head: Head | None, pieces: Iterable[tuple[Record, coding.Coded]], tally: Tally) -> Iterator[Chunk]:
     """Pieces into chunks. The last chunk comes out only after `pieces` is exhausted, so an error there withholds it."""
     room = CHUNK_BYTES - len(msgspec.msgpack.encode(head)) - 64
     if room < CHUNK_BYTES // 2:
@@ -110,7 +110,7 @@ def pack(head: Head | None, pieces: Iterable[tuple[Record, segments.Coded]], tal
         )
     index, used = 0, 0
     records: list[Record] = []
-    streams: list[segments.Frame] = []
+    streams: list[coding.Frame] = []
 
     def flush(last: bool) -> Chunk:
         meta = msgspec.msgpack.encode(ChunkMeta(index, last, records, head))
@@ -131,7 +131,7 @@ def pack(head: Head | None, pieces: Iterable[tuple[Record, segments.Coded]], tal
     yield flush(last=True)
 
 
-def unpack(chunk: segments.Frame) -> tuple[ChunkMeta, list[segments.Coded]]:
+def unpack(chunk: coding.Frame) -> tuple[ChunkMeta, list[coding.Coded]]:
     """A chunk's meta and the coded piece of each of its records (views, uncopied)."""
     view = memoryview(chunk).cast("B")
     try:
@@ -154,7 +154,7 @@ def unpack(chunk: segments.Frame) -> tuple[ChunkMeta, list[segments.Coded]]:
                 raise DeltaError("truncated", f"a stream of {n} bytes where {len(view) - at} are left")
             streams.append(view[at : at + n])
             at += n
-        pieces.append(segments.Coded(record.kind, record.parameters, tuple(streams)))
+        pieces.append(coding.Coded(record.kind, record.parameters, tuple(streams)))
     if at != len(view):
         raise DeltaError("malformed", f"{len(view) - at} bytes after the last stream of a chunk")
     return meta, pieces

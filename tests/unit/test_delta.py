@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from temper.common import delta, segments
+from temper.common import coding, delta
 from temper.common.bits import ITEM_BYTES, TensorBits, Weights, seal, unsigned
 from temper.common.delta import DeltaError
 from temper.common.errors import TemperError
@@ -86,10 +86,10 @@ def test_every_bf16_pattern_survives_every_form() -> None:
     old = np.arange(65536, dtype=np.uint16)
     sparse, dense = old.copy(), np.roll(old, 1)
     sparse[::7] ^= 1
-    for kind, new in ((segments.SPARSE, sparse), (segments.DENSE, dense)):
-        coded = segments.encode(old, new, "bfloat16")
+    for kind, new in ((coding.SPARSE, sparse), (coding.DENSE, dense)):
+        coded = coding.encode(old, new, "bfloat16")
         assert coded is not None and coded.kind == kind
-        patch = segments.decode(coded, old, new.size, new.dtype, "bfloat16")
+        patch = coding.decode(coded, old, new.size, new.dtype, "bfloat16")
         result = old.copy()
         result[slice(None) if patch.indices is None else patch.indices] = patch.values
         assert (result == new).all()
@@ -204,13 +204,13 @@ def test_noise_is_an_error_with_a_reason(noise: bytes) -> None:
 @given(st.data())
 def test_a_forged_piece_is_an_error_not_a_crash(data: st.DataObject) -> None:
     base = np.arange(1000, dtype=np.uint16)
-    coded = segments.Coded(
+    coded = coding.Coded(
         data.draw(st.integers(0, 5)),
         tuple(data.draw(st.lists(st.integers(-3, 2000), max_size=6))),
         tuple(data.draw(st.lists(st.binary(max_size=60), max_size=8))),
     )
     try:
-        patch = segments.decode(coded, base, base.size, base.dtype, "bfloat16")
+        patch = coding.decode(coded, base, base.size, base.dtype, "bfloat16")
     except TemperError:
         return
     assert patch.values.dtype == base.dtype
