@@ -18,6 +18,8 @@ import msgspec
 from temper.broker import pacing
 from temper.broker.events import (
     Action,
+    Availability,
+    Closing,
     Deliver,
     Event,
     Fail,
@@ -59,6 +61,7 @@ class PeerRecord:
     name: str
     slots: int
     joined: int
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +106,11 @@ class BrokerCore:
         self.oldest_checkpoint: int | None = None
         self.failed: Fail | None = None
         self.over: Finish | None = None
+        self.closing = False
         self._joined = 0
         self._handlers: dict[type[schema.Body], tuple[str, Callable[[PeerKey, Any, float], list[Action]]]] = {
             schema.Touch: ("actor", self._touch),
             schema.Return: ("actor", self._return),
-            schema.Job: ("actor", lambda peer, body, now: self.jobs.submit(peer, body)),
             schema.JobCancel: ("actor", lambda peer, body, now: self.jobs.cancel(peer, body.job_id)),
             schema.JobDone: ("sandbox", lambda peer, body, now: self.jobs.done(peer, body)),
             schema.LearnerReady: ("learner", self._learner_ready),
@@ -125,14 +128,18 @@ class BrokerCore:
     def on(self, event: Event, now: float) -> list[Action]:
         """Take one event at time `now` (seconds, monotonic); returns what has to be done, in order."""
         match event:
-            case Received(peer, body):
-                actions = self._received(peer, body, now)
+            case Received():
+                actions = self._received(event, now)
             case SamplesArrived():
                 actions = self._samples(event)
             case Joined():
                 actions = self._join(event)
-            case Left(peer, reason):
-                actions = self._leave(peer, reason)
+            case Left(peer, reason, clean):
+                actions = self._leave(peer, reason, clean)
+            case Availability(peer, draining):
+                actions = self._availability(peer, draining)
+            case Closing():
+                self.closing, actions = True, []
             case Tick():
                 actions = self._expire(now)
         return [*actions, *self._deliver(), *self._issue(now), *self.jobs.assign()]
@@ -161,23 +168,39 @@ class BrokerCore:
             self.jobs.add_worker(event.peer, event.slots)
         return []
 
-    def _leave(self, peer: PeerKey, reason: str) -> list[Action]:
+    def _leave(self, peer: PeerKey, reason: str, clean: bool = False) -> list[Action]:
         record = self.peers.pop(peer, None)
         if record is None:
             return []
         if peer == self.learner:
             self.learner = None
-        actions = [*self.jobs.worker_left(peer, reason), *self.jobs.requester_left(peer)]
+        actions = [*self.jobs.worker_left(peer, reason, clean), *self.jobs.requester_left(peer)]
         for lease_id in sorted(self.leases.held.get(peer, ())):
-            actions += self._lost(self.leases.leases[lease_id], f"{record.name} is gone: {reason}")
+            lease = self.leases.leases[lease_id]
+            if clean:
+                self.leases.take_back(lease, "returned")
+            else:
+                actions += self._lost(lease, f"{record.name} is gone: {reason}")
         return actions
 
-    def _received(self, peer: PeerKey, body: schema.Body, now: float) -> list[Action]:
+    def _availability(self, peer: PeerKey, draining: bool) -> list[Action]:
+        record = self.peers.get(peer)
+        if record is not None and record.draining != draining:
+            record.draining = draining
+            if record.role == "sandbox":
+                self.jobs.set_slots(peer, 0 if draining else record.slots)
+        return []
+
+    def _received(self, event: Received, now: float) -> list[Action]:
+        peer, body = event.peer, event.body
         record = self.peers.get(peer)
         if record is None:
             return []
         role, handler = self._handlers.get(type(body), ("", None))
-        if handler is None or role != ("actor" if record.role == "eval" else record.role):
+        spoken = "actor" if record.role == "eval" else record.role
+        if isinstance(body, schema.Job) and spoken == "actor":
+            return self.jobs.submit(peer, body, event.nbytes)
+        if handler is None or role != spoken:
             kind = type(body).__name__
             return [
                 *self._leave(peer, f"sent {kind}"),
@@ -209,6 +232,7 @@ class BrokerCore:
             return self._lost(record, body.error)
         self.leases.take_back(record, "returned")
         if body.cause == "drain":
+            self.peers[peer].draining = True  # until its heartbeats say otherwise
             return []
         record.task_failures += 1
         record.error = body.error
@@ -379,7 +403,7 @@ class BrokerCore:
         for peer in self.peers.values():
             held = self.leases.held.get(peer.peer, ())
             free = peer.slots - len(held)
-            if peer.role != role or free <= 0:
+            if peer.role != role or free <= 0 or peer.draining:
                 continue
             if record is not None and record.pinned_version is not None:
                 pins = {self.leases.leases[lease_id].pinned_version for lease_id in held}
@@ -391,7 +415,7 @@ class BrokerCore:
         return best
 
     def _issue(self, now: float) -> list[Action]:
-        if self.lineage is None or self.failed is not None or self.over is not None:
+        if self.lineage is None or self.failed is not None or self.over is not None or self.closing:
             return []
         actions: list[Action] = []
         self._send_waiting("eval", "eval", now, actions)
