@@ -76,4 +76,3 @@ def _join(parts: Sequence[Payload]) -> Payload:
             joined[name] = np.concatenate([row[name] for row in rows])
     specs, frames = pack_arrays(joined)
     return SamplePart([meta for part, _ in parts for meta in part.samples], specs), frames
-

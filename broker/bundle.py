@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class BundleStore:
         self.folder = folder
         self.body: Bundle | None = None
         self.frames: list[Any] = []
-        self.waiting: dict[Hashable, None] = {}
+        self.waiting: dict[bytes, None] = {}
         if (folder / INDEX).exists():
             self._load()
 
@@ -85,7 +85,7 @@ class BundleStore:
             for file in body.files:
                 data = memoryview((self.folder / file.name).read_bytes())
                 pieces = [data[at : at + FRAME_LIMIT_BYTES] for at in range(0, len(data), FRAME_LIMIT_BYTES)]
-                pieces += [data] * (file.frames - len(pieces) if not len(data) else 0)
+                pieces = pieces or [data] * file.frames  # an empty file travels as empty frames
                 if len(pieces) != file.frames or digest(pieces) != file.digest:
                     return
                 frames += pieces

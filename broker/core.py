@@ -37,6 +37,7 @@ from temper.broker.events import (
     SendLease,
     Store,
     Tick,
+    Unsendable,
 )
 from temper.broker.groups import GroupBook, GroupRecord
 from temper.broker.jobs import JobBook
@@ -72,9 +73,6 @@ class Changes:
     groups: list[GroupRecord]
     ended: list[tuple[int, int, PeerKey, AttemptState]]  # attempts that ended: (lease, attempt, peer, how)
     state: dict[str, Any]
-
-    def __bool__(self) -> bool:
-        return bool(self.leases or self.groups or self.ended)
 
 
 class BrokerCore:
@@ -140,9 +138,16 @@ class BrokerCore:
                 actions = self._availability(peer, draining)
             case Closing():
                 self.closing, actions = True, []
+            case Unsendable(group_id):
+                actions = self._unsendable(group_id)
             case Tick():
                 actions = self._expire(now)
         return [*actions, *self._deliver(), *self._issue(now), *self.jobs.assign()]
+
+    @property
+    def dirty(self) -> bool:
+        """Whether `changes` has records to write."""
+        return bool(self.leases.dirty or self.groups.dirty or self.leases.ended)
 
     def changes(self) -> Changes:
         """Records touched since the last call, and the small state; call once per batch of events."""
@@ -361,6 +366,13 @@ class BrokerCore:
                     f"({times} times): make its tasks easier or harder, or raise pacing.max_void_in_a_row ({limit})"
                 )
         return actions
+
+    def _unsendable(self, group_id: int) -> list[Action]:
+        group = self.groups.groups.get(group_id)
+        if group is None or group.state != "leased":
+            return []
+        self.demand[group.lane] += 1
+        return self._give_up(group, "too large", "broker")
 
     def _row_ends(self, by: str) -> None:
         self.void_row.pop(by, None)

@@ -72,11 +72,18 @@ class SamplesArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsendable:
+    """A group that was to be delivered fits no message."""
+
+    group_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: deadlines are looked at."""
 
 
-Event = Joined | Left | Availability | Closing | Received | SamplesArrived | Tick
+Event = Joined | Left | Availability | Closing | Received | SamplesArrived | Unsendable | Tick
 
 # ---------------------------------------------------------------- actions
 

@@ -101,7 +101,9 @@ class JobBook:
         count, held = self._held.get(requester, (0, 0))
         if count >= WAITING_JOBS or (held and held + nbytes > WAITING_BYTES):
             self.outcomes["infra"] += 1
-            reason = f"{count} jobs ({held} bytes) of this peer are unfinished: {WAITING_JOBS} or {WAITING_BYTES} may be"
+            reason = (
+                f"{count} jobs ({held} bytes) of this peer are unfinished: {WAITING_JOBS} or {WAITING_BYTES} may be"
+            )
             return [FailJob(requester, body.job_id, reason), DropJob(body.job_id)]
         self._held[requester] = (count + 1, held + nbytes)
         self._sequence += 1
