@@ -90,6 +90,7 @@ class BrokerCore:
         self.schedule = Schedule(recipe.run.seed)
         self.peers: dict[PeerKey, PeerRecord] = {}
         self.learner: PeerKey | None = None
+        self.owner: PeerKey | None = None  # the learner whose lineage it is; it may be gone, or there again
         self.lineage: int | None = None
         self.version = 0  # ordinal: steps done, warm-start steps included
         self.steps_done = 0  # RL steps
@@ -386,7 +387,7 @@ class BrokerCore:
     def _deliver(self) -> list[Action]:
         """Groups the learner asked for, as they become ready, and evaluation groups."""
         actions: list[Action] = []
-        if self.learner is None or self.lineage is None:
+        if self.learner is None or self.learner != self.owner:
             return actions
         while self.reports:
             group = self.groups.groups[self.reports.popleft()]
@@ -427,7 +428,9 @@ class BrokerCore:
         return best
 
     def _issue(self, now: float) -> list[Action]:
-        if self.lineage is None or self.failed is not None or self.over is not None or self.closing:
+        if self.learner is None or self.learner != self.owner:
+            return []  # what is begun without a learner may be of a dead lineage when it is done
+        if self.failed is not None or self.over is not None or self.closing:
             return []
         actions: list[Action] = []
         self._send_waiting("eval", "eval", now, actions)
@@ -493,9 +496,10 @@ class BrokerCore:
 
     def _learner_ready(self, peer: PeerKey, body: schema.LearnerReady, now: float) -> list[Action]:
         """A new epoch of the learner: attempts in flight are taken back, provisional groups queued again."""
-        if body.lineage == self.lineage:
+        if body.lineage == self.lineage and peer == self.owner:
             return []  # the same learner, reconnected
         actions: list[Action] = []
+        self.owner = peer
         self.lineage, self.version, self.steps_done = body.lineage, body.version, body.steps_done
         self.phase = None
         self.demand.clear()
@@ -621,6 +625,7 @@ class BrokerCore:
     def state(self) -> dict[str, Any]:
         """Everything beside the records, as plain values."""
         return {
+            "owner": self.owner,
             "lineage": self.lineage,
             "version": self.version,
             "steps_done": self.steps_done,
@@ -642,7 +647,8 @@ class BrokerCore:
 
         Attempts that were out stay with their peers, which have `weights_timeout_s` to show up again.
         """
-        self.lineage, self.version, self.steps_done = state["lineage"], state["version"], state["steps_done"]
+        self.owner, self.lineage = state["owner"], state["lineage"]
+        self.version, self.steps_done = state["version"], state["steps_done"]
         self.groups.order = state["order"]
         self.oldest_checkpoint = state["oldest_checkpoint"]
         self.schedule.load(state["schedule"])

@@ -29,9 +29,9 @@ def waits(core: BrokerCore) -> list[str]:
     found = []
     if core.over is not None:
         return ["the end: peers are draining"]
-    if core.learner is None or core.lineage is None:
-        found.append("the learner: it has not come" if core.lineage is None else "the learner: it is gone")
-    elif core.phase is None:
+    if core.learner is None:
+        found.append("the learner: it has not come" if core.owner is None else "the learner: it is gone")
+    elif core.phase is None or core.learner != core.owner:
         found.append("the learner: it prepares")
     lane = LANE_OF_PHASE.get(core.phase.phase) if core.phase is not None else None
     if lane is not None:
