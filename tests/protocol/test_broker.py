@@ -9,7 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -140,8 +140,12 @@ def samples(
     return schema.Samples(lease.lease_id, lease.attempt, lease.lineage, metas, specs), frames
 
 
-def play(scene: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 60.0))  # type: ignore[arg-type]
+def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 60.0))
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=30.0, check=False)
 
 
 async def work(actor: Guest) -> None:
@@ -380,7 +384,7 @@ def test_bad_input_is_one_line_and_an_exit_code(
     tmp_path: Path, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     scene = Stage(tmp_path, *arguments)
-    done = subprocess.run(scene.command, capture_output=True, text=True, timeout=30.0, check=False)
+    done = run(scene.command)
     assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -390,11 +394,11 @@ def test_bad_input_is_one_line_and_an_exit_code(
 def test_a_folder_with_a_run_wants_resume_and_a_place_has_one_broker(tmp_path: Path) -> None:
     async def scene() -> None:
         async with stage(tmp_path) as s:
-            twin = subprocess.run(s.command, capture_output=True, text=True, timeout=30.0, check=False)
+            twin = await asyncio.to_thread(run, s.command)
             assert twin.returncode == 2
             assert "go on with it by --resume" in twin.stderr
             other = [part.replace(str(s.run_dir), str(tmp_path / "other")) for part in s.command]
-            rival = subprocess.run(other, capture_output=True, text=True, timeout=30.0, check=False)
+            rival = await asyncio.to_thread(run, other)
             assert rival.returncode == 4
             assert "is served by another broker" in rival.stderr
 
