@@ -15,13 +15,15 @@ from typing import Any
 from temper.common.log import log
 from temper.common.schema import SandboxJob, TestCase, Verdict
 from temper.sandbox import verdicts
-from temper.sandbox.cell import Cell, JailFailed, Request, pack_bundle, sealed
+from temper.sandbox.cell import Cell
 from temper.sandbox.cgroups import Hierarchy, discover
 from temper.sandbox.jail import Host
 from temper.sandbox.languages import LANGUAGES, Language
 from temper.sandbox.pool import JOBS_PER_JAIL, Pool
+from temper.sandbox.run import JailFailed, Request
 from temper.sandbox.spawner import Spawner
 from temper.sandbox.state import State
+from temper.sandbox.streams import pack_bundle, sealed
 
 FILES_LIMIT = 256
 FILES_LIMIT_BYTES = 32 * 1024 * 1024
