@@ -98,6 +98,11 @@ class DomainSummary(msgspec.Struct, frozen=True, kw_only=True):
     tasks: int = 0  # held-out tasks evaluated
     samples: int = 0  # samples trained
     reason: str = ""
+    interval_before: tuple[float, float] | None = None  # 95 %, over tasks
+    interval_after: tuple[float, float] | None = None
+    solved_before: float | None = None  # share of tasks with at least one correct sample (pass@k)
+    solved_after: float | None = None
+    eval_samples: int = 0  # held-out samples judged, in the last evaluation
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +125,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     lag_mean: float | None = None
     checkpoint: str = ""
     tensorboard: str = ""
+    groups: dict[str, int] = field(default_factory=dict)  # by fate; zero_variance ones are among the trained
+    lag_max: float | None = None
+    warm_start_likelihood: float | None = None  # mean probability of a whole demonstration at its end
 
 
 Report = TypeVar("Report", bound=msgspec.Struct)

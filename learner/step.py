@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from temper.common import metrics as names
+from temper.common.bits import TensorBits
 from temper.common.config import Recipe
 from temper.common.errors import ConfigError
 from temper.kernels.flags import PolicyFlags
@@ -282,13 +283,13 @@ class Trainer:
 
     # ------------------------------------------------------------ weights and state
 
-    def serving_tensors(self) -> dict[str, Array]:
-        """The weights in the serving dtype, cast once, as bit views (u16/u32) by canonical name, tied ones once; copies
-        that the next step does not touch."""
-        dtype = DTYPES[self.recipe.model.serving_dtype]
+    def serving_tensors(self) -> dict[str, TensorBits]:
+        """The weights in the serving dtype, cast once, as bits by canonical name, tied ones once; copies that the next
+        step does not touch."""
+        dtype = self.recipe.model.serving_dtype
         with torch.no_grad():
             return {
-                name: bit_view(parameter.detach().to(dtype, copy=True))
+                name: TensorBits.of(bit_view(parameter.detach().to(DTYPES[dtype], copy=True)), dtype)
                 for name, parameter in self.policy.named_masters().items()
             }
 

@@ -13,8 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from temper.common.log import log
-from temper.sandbox.cell import Cell
-from temper.sandbox.run import JailFailed
+from temper.sandbox.cell import Cell, JailFailed
 
 JOBS_PER_JAIL = 2000
 

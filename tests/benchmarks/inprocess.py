@@ -20,7 +20,7 @@ from temper.actor.episodes import run_lease
 from temper.actor.packing import pack_samples
 from temper.actor.text import Text
 from temper.common import delta
-from temper.common.bits import TensorBits, Weights, seal
+from temper.common.bits import Weights, seal
 from temper.common.config import Recipe
 from temper.common.domains import Domain, Grader
 from temper.common.schedule import Assignment, Schedule
@@ -84,9 +84,7 @@ class Loop:
 
     def serving_weights(self) -> Weights:
         """The trainer's weights as they would be published."""
-        dtype = self.recipe.model.serving_dtype
-        tensors = {name: TensorBits.of(bits, dtype) for name, bits in self.trainer.serving_tensors().items()}
-        return seal(self.version, LINEAGE, tensors, self.weights)
+        return seal(self.version, LINEAGE, self.trainer.serving_tensors(), self.weights)
 
     async def publish(self) -> None:
         """Move the engine to the trainer's weights by the exact delta that would travel."""
