@@ -126,7 +126,7 @@ class Decoder:
         if not self.deterministic:
             length = min(self.length, -(-(int(position.max()) + 1) // BUCKET) * BUCKET)
         logits = self.model.decode(slots.token[:count], position, self.cache, length)
-        sampled = self._sample(logits.div_(slots.temperature[:count]), count)
+        sampled = self._sample(logits.div_(slots.temperature[:count]) if slots.tempered else logits, count)
         at = (position + 1).unsqueeze(1)
         slots.tokens[:count].scatter_(1, at, sampled.tokens.unsqueeze(1))
         slots.logprobs[:count].scatter_(1, at, sampled.logprobs.unsqueeze(1))

@@ -2,8 +2,9 @@
 
 The weights live once, in fused tensors (qkv, gate_up) whose row ranges are contiguous views under their Hugging Face
 names, so that an exact delta is applied by overwriting. The math is transformers' (RMSNorm in fp32, rotary embedding by
-halves, grouped-query attention, optional qkv bias and qk norm); attention and cached keys and values are fp32 whatever
-the weights' dtype, which is faster on a CPU and more exact. Called by `decoder`; nothing here knows about requests.
+halves, grouped-query attention, optional qkv bias and qk norm); the residual stream, attention and cached keys and values
+are fp32 whatever the weights' dtype, which is faster on a CPU and more exact. Called by `decoder`; nothing here knows
+about requests.
 
 Shapes: N rows, L layers, H query heads, K key/value heads, G = H / K, D head size, T cache length, P prompts, S prompt tokens.
 """
@@ -127,8 +128,8 @@ class Llama:
         """
         s = self.shape
         n, heads, kv, d = tokens_N.shape[0], s.heads, s.kv_heads, s.head_dim
-        x = F.embedding(tokens_N, self.weights.embed)
-        dtype = x.dtype
+        x = F.embedding(tokens_N, self.weights.embed).float()
+        dtype = self.weights.embed.dtype
         cos, sin = self.cos_TD[positions_N].unsqueeze(1), self.sin_TD[positions_N].unsqueeze(1)
         hidden = self.position_T[:length] > positions_N.unsqueeze(1)
         mask = torch.zeros(n, length).masked_fill_(hidden, -torch.inf)
@@ -136,7 +137,7 @@ class Llama:
         slots = (cache.first[:n] + positions_N.unsqueeze(1)).view(-1)
         scale = d**-0.5
         for layer, (keys, values), (all_k, all_v) in zip(self.weights.layers, cache.flat, cache.merged, strict=True):
-            qkv = self._qkv(layer, F.rms_norm(x, (s.hidden_size,), layer.input_norm, s.rms_eps), (n, heads + 2 * kv, d))
+            qkv = self._qkv(layer, _norm(x, layer.input_norm, s.rms_eps), (n, heads + 2 * kv, d))
             turned = self._rotate(qkv[:, : heads + kv], cos, sin)
             keys.index_copy_(0, slots, turned[:, heads:].reshape(n * kv, d))
             values.index_copy_(0, slots, qkv[:, heads + kv :].reshape(n * kv, d).float())
@@ -153,13 +154,13 @@ class Llama:
         s = self.shape
         prompts, size = tokens_PS.shape
         heads, kv, d = s.heads, s.kv_heads, s.head_dim
-        x = F.embedding(tokens_PS, self.weights.embed)
-        dtype = x.dtype
+        x = F.embedding(tokens_PS, self.weights.embed).float()
+        dtype = self.weights.embed.dtype
         cos, sin = self.cos_TD[:size].unsqueeze(1), self.sin_TD[:size].unsqueeze(1)
         found = torch.empty(s.layers, 2, prompts, kv, size, d)
         last = s.layers - 1
         for index, layer in enumerate(self.weights.layers):
-            normed = F.rms_norm(x, (s.hidden_size,), layer.input_norm, s.rms_eps)
+            normed = _norm(x, layer.input_norm, s.rms_eps)
             qkv = self._qkv(layer, normed, (prompts, size, heads + 2 * kv, d))
             turned = self._rotate(qkv[:, :, : heads + kv], cos, sin)
             found[index, 0] = turned[:, :, heads:].transpose(1, 2)
@@ -181,8 +182,8 @@ class Llama:
         s = self.shape
         cut = s.heads + s.kv_heads
         query, key, value = qkv[..., : s.heads, :], qkv[..., s.heads : cut, :], qkv[..., cut:, :]
-        query = F.rms_norm(query, (s.head_dim,), layer.q_norm, s.rms_eps)
-        key = F.rms_norm(key, (s.head_dim,), layer.k_norm, s.rms_eps)
+        query = _norm(query, layer.q_norm, s.rms_eps)
+        key = _norm(key, layer.k_norm, s.rms_eps)
         return torch.cat((query, key, value), -2)
 
     def _rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -192,15 +193,22 @@ class Llama:
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         s = self.shape
-        both = F.linear(F.rms_norm(x, (s.hidden_size,), layer.post_norm, s.rms_eps), layer.gate_up, layer.gate_up_bias)
+        both = F.linear(_norm(x, layer.post_norm, s.rms_eps), layer.gate_up, layer.gate_up_bias)
         gate, up = both[..., : s.intermediate_size], both[..., s.intermediate_size :]
         return _linear_add(x, F.silu(gate).mul_(up), layer.down, layer.down_bias)
 
     def _head(self, x: Tensor) -> Tensor:
         s = self.shape
-        return F.linear(F.rms_norm(x, (s.hidden_size,), self.weights.norm, s.rms_eps), self.weights.head).float()
+        return F.linear(_norm(x, self.weights.norm, s.rms_eps), self.weights.head).float()
 
 
 def _linear_add(x: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + value @ weight.T (+ bias)."""
-    return F.linear(value, weight, bias).add_(x)
+    """x + value @ weight.T (+ bias), f32."""
+    return x + F.linear(value, weight, bias)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, in f32, rounded to the weight's dtype before the weight is applied."""
+    if weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, None, eps).to(weight.dtype).mul_(weight)

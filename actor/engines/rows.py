@@ -51,6 +51,7 @@ class Slots:
         self.logprobs = torch.zeros(rows, length)
         self.column = 0
         self.truncating = 0  # rows whose sampling truncates
+        self.tempered = 0  # rows whose temperature is not 1
 
     def fill(self, rows: list[Row]) -> None:
         """Start `rows` in their slots: the last prompt token is the next to be processed."""
@@ -76,6 +77,7 @@ class Slots:
         for row in rows:
             self.rows[row.slot] = row
             self.truncating += truncates(row)
+            self.tempered += row.request.sampling.temperature != 1.0
 
     def advance_draws(self) -> None:
         """Go to the next column of uniforms, drawing the next ones for all live rows when they are used up."""
@@ -95,6 +97,7 @@ class Slots:
         """Free the slot of `row`."""
         self.rows[row.slot] = None
         self.truncating -= truncates(row)
+        self.tempered -= row.request.sampling.temperature != 1.0
         self.live[row.slot] = 0
         self.position[row.slot] = 0
         self.token[row.slot] = 0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 CANDIDATES = 256  # sorted candidates looked at first; the whole vocabulary only where they don't hold the support
+BLOCK = 128  # a large vocabulary is searched block by block
 EDGE = 1e-6  # mass within this of top_p counts as having reached it
 
 
@@ -37,10 +38,13 @@ class Sampled:
 
 
 def sample(scaled_NV: Tensor, uniform_N1: Tensor) -> Sampled:
-    """Sample from softmax(`scaled_NV`), f32 logits already divided by the temperature; `uniform_N1` f32 in [0, 1)."""
-    logprobs_NV = torch.log_softmax(scaled_NV, -1)
-    tokens_N1 = _invert(logprobs_NV.exp(), uniform_N1)
-    return Sampled(tokens_N1.squeeze(1), logprobs_NV.gather(1, tokens_N1).squeeze(1))
+    """Sample from softmax(`scaled_NV`), f32 logits already divided by the temperature; `uniform_N1` f32 in [0, 1).
+
+    `scaled_NV` is overwritten: a large vocabulary costs one pass for the softmax and one for the sums.
+    """
+    probs_NV = torch.softmax(scaled_NV, -1, out=scaled_NV)
+    tokens_N1 = _invert(probs_NV, uniform_N1)
+    return Sampled(tokens_N1.squeeze(1), probs_NV.gather(1, tokens_N1).log_().squeeze(1))
 
 
 def sample_truncated(scaled_NV: Tensor, uniform_N1: Tensor, limits: Truncation) -> Sampled:
@@ -75,8 +79,24 @@ def _candidates(logprobs_NV: Tensor, limits: Truncation, count: int) -> tuple[Te
 
 
 def _invert(probs_NC: Tensor, uniform_N1: Tensor) -> Tensor:
-    """The first index whose cumulative mass exceeds uniform * total: never one without mass. (The clamp is for rows that
-    are not finite: their log-probability shows it.)"""
+    """The first index whose cumulative mass exceeds uniform * total: never one without mass. (The clamps are for rows
+    that are not finite: their log-probability shows it.)"""
+    if probs_NC.shape[1] >= 4 * BLOCK and probs_NC.shape[1] % BLOCK == 0:
+        return _invert_by_blocks(probs_NC, uniform_N1)
     cumulative_NC = probs_NC.cumsum(-1)
     chosen_N1 = torch.searchsorted(cumulative_NC, uniform_N1 * cumulative_NC[:, -1:], right=True)
     return chosen_N1.clamp_(max=probs_NC.shape[1] - 1)
+
+
+def _invert_by_blocks(probs_NC: Tensor, uniform_N1: Tensor) -> Tensor:
+    """The same in two steps: the block of `BLOCK` candidates that holds the point, then the candidate inside it."""
+    blocks_NKB = probs_NC.view(probs_NC.shape[0], -1, BLOCK)
+    cumulative_NK = blocks_NKB.sum(-1).cumsum(-1)
+    point_N1 = uniform_N1 * cumulative_NK[:, -1:]
+    block_N1 = torch.searchsorted(cumulative_NK, point_N1, right=True).clamp_(max=cumulative_NK.shape[1] - 1)
+    before_N1 = torch.where(block_N1 > 0, cumulative_NK.gather(1, (block_N1 - 1).clamp_(min=0)), 0.0)
+    inside_NB = blocks_NKB.gather(1, block_N1.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).cumsum(-1)
+    end_N1 = inside_NB[:, -1:]
+    rest_N1 = torch.minimum(point_N1 - before_N1, end_N1 * (1 - 2.0**-23))  # rounding may point past the block's end
+    chosen_N1 = torch.searchsorted(inside_NB, rest_N1, right=True).clamp_(max=BLOCK - 1)
+    return block_N1 * BLOCK + chosen_N1

@@ -146,7 +146,7 @@ def test_frequencies_match_the_processed_distribution() -> None:
     logits = torch.tensor([[1.0, 0.5, 0.0, -0.5, -1.0, 0.2]])
     count = 20_000
     uniform = torch.from_numpy(uniforms(list(range(count)), np.full(count, 11), 1))
-    drawn = sample(logits.expand(count, -1), uniform).tokens
+    drawn = sample(logits.repeat(count, 1), uniform).tokens
     expected = torch.softmax(logits[0], -1) * count
     assert float(((torch.bincount(drawn, minlength=6) - expected) ** 2 / expected).sum()) < 20.5
     many = Truncation(torch.full((count,), 3), torch.ones(count), torch.zeros(count))
@@ -159,8 +159,26 @@ def test_frequencies_match_the_processed_distribution() -> None:
 
 def test_the_largest_uniform_never_picks_a_token_without_mass() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf, -torch.inf]])
-    got = sample(logits, row([1 - 2**-24]))
+    got = sample(logits.clone(), row([1 - 2**-24]))
     assert int(got.tokens) == 1
+
+
+def test_a_large_vocabulary_is_searched_block_by_block_with_the_same_result() -> None:
+    """4,096 candidates: the same draws as the plain cumulative sum, never a token without mass."""
+    logits = torch.randn(64, 4096, generator=torch.Generator().manual_seed(3)) * 3
+    logits[:, 100:400] = -torch.inf
+    logits[:, -300:] = -torch.inf
+    for values in (uniforms(list(range(64)), np.full(64, 5), 1), np.full((64, 1), 1 - 2.0**-24), np.zeros((64, 1))):
+        uniform = torch.from_numpy(values.astype(np.float32))
+        got = sample(logits.clone(), uniform)
+        cumulative = torch.softmax(logits.double(), -1).cumsum(-1)
+        slack = 1e-6
+        at = got.tokens.unsqueeze(1)
+        assert (cumulative.gather(1, at) > uniform - slack).all()
+        assert (torch.where(at > 0, cumulative.gather(1, (at - 1).clamp(min=0)), 0.0) < uniform + slack).all()
+        assert torch.isfinite(logits.gather(1, at)).all()
+        expected = torch.log_softmax(logits.double(), -1).gather(1, at).squeeze(1)
+        torch.testing.assert_close(got.logprobs.double(), expected, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
