@@ -119,7 +119,12 @@ def commands(recipe: Recipe, run_dir: Path, address: str, *, resume: bool, host_
     connect = ("--broker", address)
     host = ("--host", host_file) if host_file else ()
     specs = [
-        ProcessSpec("broker", "broker", "temper.broker", (str(run_dir / RECIPE_FILE), "--run", run, "--bind", address)),
+        ProcessSpec(
+            "broker",
+            "broker",
+            "temper.broker",
+            (str(run_dir / RECIPE_FILE), "--run", run, "--bind", address, *(("--resume",) if resume else ())),
+        ),
         ProcessSpec(
             "learner",
             "learner",

@@ -18,6 +18,8 @@ import msgspec
 from temper.broker import pacing
 from temper.broker.events import (
     Action,
+    Availability,
+    Closing,
     Deliver,
     Event,
     Fail,
@@ -35,6 +37,7 @@ from temper.broker.events import (
     SendLease,
     Store,
     Tick,
+    Unsendable,
 )
 from temper.broker.groups import GroupBook, GroupRecord
 from temper.broker.jobs import JobBook
@@ -59,6 +62,7 @@ class PeerRecord:
     name: str
     slots: int
     joined: int
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +73,6 @@ class Changes:
     groups: list[GroupRecord]
     ended: list[tuple[int, int, PeerKey, AttemptState]]  # attempts that ended: (lease, attempt, peer, how)
     state: dict[str, Any]
-
-    def __bool__(self) -> bool:
-        return bool(self.leases or self.groups or self.ended)
 
 
 class BrokerCore:
@@ -89,6 +90,7 @@ class BrokerCore:
         self.schedule = Schedule(recipe.run.seed)
         self.peers: dict[PeerKey, PeerRecord] = {}
         self.learner: PeerKey | None = None
+        self.owner: PeerKey | None = None  # the learner whose lineage it is; it may be gone, or there again
         self.lineage: int | None = None
         self.version = 0  # ordinal: steps done, warm-start steps included
         self.steps_done = 0  # RL steps
@@ -103,11 +105,11 @@ class BrokerCore:
         self.oldest_checkpoint: int | None = None
         self.failed: Fail | None = None
         self.over: Finish | None = None
+        self.closing = False
         self._joined = 0
         self._handlers: dict[type[schema.Body], tuple[str, Callable[[PeerKey, Any, float], list[Action]]]] = {
             schema.Touch: ("actor", self._touch),
             schema.Return: ("actor", self._return),
-            schema.Job: ("actor", lambda peer, body, now: self.jobs.submit(peer, body)),
             schema.JobCancel: ("actor", lambda peer, body, now: self.jobs.cancel(peer, body.job_id)),
             schema.JobDone: ("sandbox", lambda peer, body, now: self.jobs.done(peer, body)),
             schema.LearnerReady: ("learner", self._learner_ready),
@@ -125,17 +127,28 @@ class BrokerCore:
     def on(self, event: Event, now: float) -> list[Action]:
         """Take one event at time `now` (seconds, monotonic); returns what has to be done, in order."""
         match event:
-            case Received(peer, body):
-                actions = self._received(peer, body, now)
+            case Received():
+                actions = self._received(event, now)
             case SamplesArrived():
                 actions = self._samples(event)
             case Joined():
                 actions = self._join(event)
-            case Left(peer, reason):
-                actions = self._leave(peer, reason)
+            case Left(peer, reason, clean):
+                actions = self._leave(peer, reason, clean)
+            case Availability(peer, draining):
+                actions = self._availability(peer, draining)
+            case Closing():
+                self.closing, actions = True, []
+            case Unsendable(group_id):
+                actions = self._unsendable(group_id)
             case Tick():
                 actions = self._expire(now)
         return [*actions, *self._deliver(), *self._issue(now), *self.jobs.assign()]
+
+    @property
+    def dirty(self) -> bool:
+        """Whether `changes` has records to write."""
+        return bool(self.leases.dirty or self.groups.dirty or self.leases.ended)
 
     def changes(self) -> Changes:
         """Records touched since the last call, and the small state; call once per batch of events."""
@@ -161,23 +174,39 @@ class BrokerCore:
             self.jobs.add_worker(event.peer, event.slots)
         return []
 
-    def _leave(self, peer: PeerKey, reason: str) -> list[Action]:
+    def _leave(self, peer: PeerKey, reason: str, clean: bool = False) -> list[Action]:
         record = self.peers.pop(peer, None)
         if record is None:
             return []
         if peer == self.learner:
             self.learner = None
-        actions = [*self.jobs.worker_left(peer, reason), *self.jobs.requester_left(peer)]
+        actions = [*self.jobs.worker_left(peer, reason, clean), *self.jobs.requester_left(peer)]
         for lease_id in sorted(self.leases.held.get(peer, ())):
-            actions += self._lost(self.leases.leases[lease_id], f"{record.name} is gone: {reason}")
+            lease = self.leases.leases[lease_id]
+            if clean:
+                self.leases.take_back(lease, "returned")
+            else:
+                actions += self._lost(lease, f"{record.name} is gone: {reason}")
         return actions
 
-    def _received(self, peer: PeerKey, body: schema.Body, now: float) -> list[Action]:
+    def _availability(self, peer: PeerKey, draining: bool) -> list[Action]:
+        record = self.peers.get(peer)
+        if record is not None and record.draining != draining:
+            record.draining = draining
+            if record.role == "sandbox":
+                self.jobs.set_slots(peer, 0 if draining else record.slots)
+        return []
+
+    def _received(self, event: Received, now: float) -> list[Action]:
+        peer, body = event.peer, event.body
         record = self.peers.get(peer)
         if record is None:
             return []
         role, handler = self._handlers.get(type(body), ("", None))
-        if handler is None or role != ("actor" if record.role == "eval" else record.role):
+        spoken = "actor" if record.role == "eval" else record.role
+        if isinstance(body, schema.Job) and spoken == "actor":
+            return self.jobs.submit(peer, body, event.nbytes)
+        if handler is None or role != spoken:
             kind = type(body).__name__
             return [
                 *self._leave(peer, f"sent {kind}"),
@@ -209,6 +238,7 @@ class BrokerCore:
             return self._lost(record, body.error)
         self.leases.take_back(record, "returned")
         if body.cause == "drain":
+            self.peers[peer].draining = True  # until its heartbeats say otherwise
             return []
         record.task_failures += 1
         record.error = body.error
@@ -338,6 +368,13 @@ class BrokerCore:
                 )
         return actions
 
+    def _unsendable(self, group_id: int) -> list[Action]:
+        group = self.groups.groups.get(group_id)
+        if group is None or group.state != "leased":
+            return []
+        self.demand[group.lane] += 1
+        return self._give_up(group, "too large", "broker")
+
     def _row_ends(self, by: str) -> None:
         self.void_row.pop(by, None)
         if not self.void_row:
@@ -350,7 +387,7 @@ class BrokerCore:
     def _deliver(self) -> list[Action]:
         """Groups the learner asked for, as they become ready, and evaluation groups."""
         actions: list[Action] = []
-        if self.learner is None or self.lineage is None:
+        if self.learner is None or self.learner != self.owner:
             return actions
         while self.reports:
             group = self.groups.groups[self.reports.popleft()]
@@ -379,7 +416,7 @@ class BrokerCore:
         for peer in self.peers.values():
             held = self.leases.held.get(peer.peer, ())
             free = peer.slots - len(held)
-            if peer.role != role or free <= 0:
+            if peer.role != role or free <= 0 or peer.draining:
                 continue
             if record is not None and record.pinned_version is not None:
                 pins = {self.leases.leases[lease_id].pinned_version for lease_id in held}
@@ -391,7 +428,9 @@ class BrokerCore:
         return best
 
     def _issue(self, now: float) -> list[Action]:
-        if self.lineage is None or self.failed is not None or self.over is not None:
+        if self.learner is None or self.learner != self.owner:
+            return []  # what is begun without a learner may be of a dead lineage when it is done
+        if self.failed is not None or self.over is not None or self.closing:
             return []
         actions: list[Action] = []
         self._send_waiting("eval", "eval", now, actions)
@@ -457,9 +496,10 @@ class BrokerCore:
 
     def _learner_ready(self, peer: PeerKey, body: schema.LearnerReady, now: float) -> list[Action]:
         """A new epoch of the learner: attempts in flight are taken back, provisional groups queued again."""
-        if body.lineage == self.lineage:
+        if body.lineage == self.lineage and peer == self.owner:
             return []  # the same learner, reconnected
         actions: list[Action] = []
+        self.owner = peer
         self.lineage, self.version, self.steps_done = body.lineage, body.version, body.steps_done
         self.phase = None
         self.demand.clear()
@@ -585,6 +625,7 @@ class BrokerCore:
     def state(self) -> dict[str, Any]:
         """Everything beside the records, as plain values."""
         return {
+            "owner": self.owner,
             "lineage": self.lineage,
             "version": self.version,
             "steps_done": self.steps_done,
@@ -606,7 +647,8 @@ class BrokerCore:
 
         Attempts that were out stay with their peers, which have `weights_timeout_s` to show up again.
         """
-        self.lineage, self.version, self.steps_done = state["lineage"], state["version"], state["steps_done"]
+        self.owner, self.lineage = state["owner"], state["lineage"]
+        self.version, self.steps_done = state["version"], state["steps_done"]
         self.groups.order = state["order"]
         self.oldest_checkpoint = state["oldest_checkpoint"]
         self.schedule.load(state["schedule"])

@@ -28,10 +28,27 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A peer is gone: Goodbye, silence, or malformed input. What it held goes out again."""
+    """A peer is gone: Goodbye, silence, or malformed input. What it held goes out again.
+
+    `clean`: it said goodbye with exit code 0, so what it held is not held against anybody.
+    """
 
     peer: PeerKey
     reason: str
+    clean: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """A peer began to drain (it gets nothing new), or takes work again."""
+
+    peer: PeerKey
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The broker itself drains: nothing new goes out; what returns stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +57,7 @@ class Received:
 
     peer: PeerKey
     body: Body
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +72,18 @@ class SamplesArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsendable:
+    """A group that was to be delivered fits no message."""
+
+    group_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: deadlines are looked at."""
 
 
-Event = Joined | Left | Received | SamplesArrived | Tick
+Event = Joined | Left | Availability | Closing | Received | SamplesArrived | Unsendable | Tick
 
 # ---------------------------------------------------------------- actions
 

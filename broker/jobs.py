@@ -26,6 +26,9 @@ from temper.broker.events import (
 from temper.common.schema import Job, JobDone
 
 DEATHS_ALLOWED = 3
+WAITING_JOBS = 4096
+WAITING_BYTES = 256 * 1024 * 1024
+"""What one requester may have unfinished; more is answered with `infra` at once."""
 
 __all__ = ["DEATHS_ALLOWED", "JobBook", "JobRecord"]
 
@@ -40,6 +43,7 @@ class JobRecord:
     domain: str
     session_id: str | None
     sequence: int
+    nbytes: int = 0
     worker: PeerKey = ""
     deaths: int = 0
 
@@ -70,6 +74,7 @@ class JobBook:
         self._busy_domain: Counter[str] = Counter()
         self._busy_bucket: Counter[tuple[str, PeerKey]] = Counter()
         self._sequence = 0
+        self._held: dict[PeerKey, tuple[int, int]] = {}  # requester -> unfinished jobs, their bytes
 
     @property
     def waiting(self) -> int:
@@ -82,15 +87,27 @@ class JobBook:
         self.running[worker] = set()
         self._pinned[worker] = []
 
-    def submit(self, requester: PeerKey, body: Job) -> list[Action]:
+    def set_slots(self, worker: PeerKey, slots: int) -> None:
+        """The worker takes that many jobs from now on."""
+        self.slots[worker] = slots
+
+    def submit(self, requester: PeerKey, body: Job, nbytes: int = 0) -> list[Action]:
         """A new job. A repeated id of the same requester is the same job; another requester's id is an offence."""
         known = self.jobs.get(body.job_id)
         if known is not None:
             if known.requester != requester:
                 return [RefusePeer(requester, "malformed", f"job id {body.job_id!r} belongs to another peer")]
             return []
+        count, held = self._held.get(requester, (0, 0))
+        if count >= WAITING_JOBS or (held and held + nbytes > WAITING_BYTES):
+            self.outcomes["infra"] += 1
+            reason = (
+                f"{count} jobs ({held} bytes) of this peer are unfinished: {WAITING_JOBS} or {WAITING_BYTES} may be"
+            )
+            return [FailJob(requester, body.job_id, reason), DropJob(body.job_id)]
+        self._held[requester] = (count + 1, held + nbytes)
         self._sequence += 1
-        job = JobRecord(body.job_id, requester, body.lease_id, body.domain, body.session_id, self._sequence)
+        job = JobRecord(body.job_id, requester, body.lease_id, body.domain, body.session_id, self._sequence, nbytes)
         self.jobs[job.job_id] = job
         self._queue(job)
         return []
@@ -125,8 +142,8 @@ class JobBook:
         self._sessions = {name: pin for name, pin in self._sessions.items() if pin[1] != requester}
         return actions
 
-    def worker_left(self, worker: PeerKey, reason: str) -> list[Action]:
-        """The worker is gone: its jobs go out again, its sessions are over."""
+    def worker_left(self, worker: PeerKey, reason: str, clean: bool = False) -> list[Action]:
+        """The worker is gone: its jobs go out again, its sessions are over. A `clean` end is no job's fault."""
         if worker not in self.running:
             return []
         actions: list[Action] = []
@@ -134,7 +151,7 @@ class JobBook:
         del self.slots[worker]
         for job in (self.jobs[job_id] for job_id in lost if job_id in self.jobs):
             if job.worker:
-                job.deaths += 1
+                job.deaths += not clean
                 self._stop(job)
             pin = self._sessions.get(job.session_id or "")
             if pin is not None and pin[0] == worker:
@@ -214,6 +231,9 @@ class JobBook:
         if job.worker:
             self._stop(job)
         del self.jobs[job.job_id]
+        count, held = self._held.pop(job.requester)
+        if count > 1:
+            self._held[job.requester] = (count - 1, held - job.nbytes)
         self.finished += 1
 
     def _fail(self, job: JobRecord, reason: str) -> list[Action]:

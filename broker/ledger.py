@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import json
+import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,12 +67,14 @@ class Ledger:
     def __init__(
         self,
         folder: Path,
-        run_id: str,
+        run_id: str | None,
         durability: Literal["full", "memory"] = "full",
         *,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """Opens or creates. ConfigError if it belongs to another run; EnvironmentFault if the disk does not serve."""
+        """Opens or creates; `run_id` None takes the id that is there, or draws one.
+
+        ConfigError if it belongs to another run; EnvironmentFault if the disk does not serve."""
         self.folder = folder
         self.durable = durability == "full"
         self._written: list[tuple[Key, Part]] = []
@@ -88,7 +91,7 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute(f"PRAGMA synchronous={'FULL' if self.durable else 'OFF'}")
             self._db.executescript(rows.TABLES)
-            self._check_run(run_id)
+            self.run_id = self._check_run(run_id)
             found = self._db.execute(
                 "SELECT lease_id, indices, segment, offset, length FROM parts ORDER BY lease_id, part"
             )
@@ -169,14 +172,17 @@ class Ledger:
                 leases.append(lease)
         return Restored(state, leases, list(groups.values()))
 
-    def _check_run(self, run_id: str) -> None:
+    def _check_run(self, run_id: str | None) -> str:
         found = self._db.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
         if found is None:
+            run_id = run_id or secrets.token_hex(8)
             self._db.execute("INSERT INTO meta VALUES ('run_id', ?)", (run_id,))
-        elif found[0] != run_id:
+            return run_id
+        if run_id not in (None, found[0]):
             raise ConfigError(
                 f"{self.folder} holds the ledger of run {found[0]}, this is run {run_id}: choose another --run folder"
             )
+        return str(found[0])
 
     # ------------------------------------------------------------ writing
 

@@ -102,6 +102,31 @@ SANDBOX_CPU = declare("sandbox/programs/cpu_seconds", "s", "counter", "CPU time 
 SANDBOX_JAILS = declare("sandbox/jails/started_count", "jails", "counter", "Jails started.")
 
 # ---------------------------------------------------------------- broker
+BROKER_QUEUED = declare("broker/groups/queued_count", "groups", "gauge", "Complete groups that wait for the learner.")
+BROKER_QUEUED_BYTES = declare("broker/groups/queued_bytes", "bytes", "gauge", "Array bytes of the queued groups.")
+BROKER_LEASED = declare("broker/groups/leased_count", "groups", "gauge", "Groups that the learner holds.")
+BROKER_TRAINED = declare("broker/groups/trained_count", "groups", "gauge", "Groups trained in the surviving lineage.")
+BROKER_VOID = declare("broker/void/*", "groups", "gauge", "Groups of the train lane given up, by reason.")
+BROKER_IN_FLIGHT = declare(
+    "broker/leases/in_flight_count", "leases", "gauge", "Leases that are out or wait to go out again."
+)
+BROKER_EXPIRED = declare("broker/leases/expired_count", "attempts", "counter", "Attempts whose deadline passed.")
+BROKER_RETURNED = declare("broker/leases/returned_count", "attempts", "counter", "Attempts that ended unfinished.")
+BROKER_ACCEPTED = declare("broker/samples/accepted_count", "samples", "counter", "Samples accepted.")
+BROKER_REFUSED = declare(
+    "broker/samples/refused_count", "samples", "counter", "Samples refused: abandoned attempts, malformed values."
+)
+BROKER_JOBS_WAITING = declare("broker/jobs/waiting_count", "jobs", "gauge", "Sandbox jobs that no worker runs yet.")
+BROKER_JOBS_RUNNING = declare("broker/jobs/running_count", "jobs", "gauge", "Sandbox jobs being run.")
+BROKER_OUTCOMES = declare("broker/outcomes/*", "jobs", "counter", "Finished sandbox jobs by outcome.")
+BROKER_COMMIT = declare("broker/ledger/commit_seconds", "s", "counter", "Time spent in the ledger's transactions.")
+BROKER_COMMITS = declare("broker/ledger/commits_count", "transactions", "counter", "Transactions of the ledger.")
+BROKER_SEGMENT_BYTES = declare("broker/ledger/segment_bytes", "bytes", "counter", "Bytes written to segment files.")
+BROKER_WEIGHTS_STORED = declare(
+    "broker/weights/stored_bytes", "bytes", "counter", "Weight bytes that the learner sent."
+)
+BROKER_WEIGHTS_SERVED = declare("broker/weights/served_bytes", "bytes", "counter", "Weight bytes that peers fetched.")
+BROKER_PEERS = declare("broker/peers/connected_count", "peers", "gauge", "Peers connected.")
 
 
 # ---------------------------------------------------------------- learner

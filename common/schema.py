@@ -17,7 +17,7 @@ from msgspec import field
 
 Lane = Literal["train", "eval", "demo"]
 Role = Literal["actor", "sandbox", "learner", "eval", "broker", "status"]
-Outcome = Literal["ok", "wrong", "error", "timeout", "memory", "output", "signal", "policy", "infra"]
+Outcome = Literal["ok", "wrong", "error", "timeout", "memory", "output", "signal", "policy", "infra", "compile"]
 FinishReason = Literal["stop", "length", "abort"]
 State = Literal["STARTING", "READY", "DRAINING", "STOPPED", "FAILED"]
 

@@ -7,9 +7,10 @@ Temper. It guarantees that
 - a report is sent only after every process of the program has been killed and reaped;
 - when the worker dies, the control socket closes, this process exits and the kernel kills all that is left.
 
-Protocol, a SEQPACKET socket. Worker -> init: ``REQUEST`` with four descriptors (bundle, stdin, stdout, stderr),
-or ``b"K"`` (kill what runs). Init -> worker: ``b"R"`` (ready: clean, nothing runs), ``REPORT``. The bundle is a sequence
-of length-prefixed byte strings: number of arguments, arguments, then name and content of each file.
+Protocol, a SEQPACKET socket. Worker -> init: ``REQUEST`` with descriptors (bundle, stdin, stdout, stderr, and more that
+the program gets from 3 on), or ``b"K"`` (kill what runs). Init -> worker: ``b"R"`` (ready: clean, nothing runs),
+``REPORT``. The bundle is a sequence of length-prefixed byte strings: number of arguments, arguments, then name and
+content of each file.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import _sitebuiltins
 import _socket
 import atexit
 import builtins
+import fcntl
 import gc
 import os
 import resource
@@ -154,9 +156,10 @@ def child(request: tuple, fds: list[int], drop: Callable[[], None] | None) -> No
             drop()
         bundle, *streams = fds
         arguments, files = unpack_bundle(read_all(bundle))
-        for number, fd in enumerate(streams):
+        apart = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in streams]
+        for number, fd in enumerate(apart):
             os.dup2(fd, number, inheritable=True)
-        os.closerange(3, 256)
+        os.closerange(len(apart), 256)
         os.chdir("/tmp")
         write_files([(os.fsdecode(name), content) for name, content in files])
         del files

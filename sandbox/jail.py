@@ -20,7 +20,7 @@ from temper.common.errors import EnvironmentFault
 
 POLICY = Path(__file__).with_name("policy.cfg")
 INIT = Path(__file__).with_name("init.py")
-INIT_IN_JAIL = "/opt/temper/init.py"
+INIT_IN_JAIL = "/opt/temper/init.pyc"
 LIBRARIES_IN_JAIL = "/opt/libraries"
 CONTROL_FD = 3
 NOBODY = 65534

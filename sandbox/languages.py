@@ -5,7 +5,10 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 
+from temper.common.schema import Limits
 from temper.sandbox import init as protocol
+
+TOOLS = "/usr/local/bin:/usr/bin:/bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,14 +16,15 @@ class Language:
     """How a program of one language is run.
 
     `entry` is the file the program must bring. `run` is the command (empty: the init's own interpreter runs the entry).
-    `compile` comes first, when set; a failing one is the outcome of the job. `needs` must be on the host under /usr.
-    `reserves_memory`: its runtime reserves far more address space than it uses.
+    `build`, when set, is a shell command that turns the files into one file, `program`; its failure is the outcome
+    `compile`. `needs` must be on the host, under /usr. `reserves_memory`: the runtime reserves far more address space
+    than it uses.
     """
 
     name: str
     entry: str
     run: tuple[str, ...] = ()
-    compile: tuple[str, ...] = ()
+    build: str = ""
     needs: tuple[str, ...] = ()
     reserves_memory: bool = False
 
@@ -28,12 +32,19 @@ class Language:
     def kind(self) -> int:
         return protocol.COMMAND if self.run else protocol.PYTHON
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What the init starts."""
+        return self.run or (self.entry,)
+
     def missing(self) -> str:
         """The tool that this host lacks, "" when nothing is missing."""
-        return next(
-            (tool for tool in self.needs if shutil.which(tool, path="/usr/bin:/usr/local/bin:/bin") is None), ""
-        )
+        return next((tool for tool in self.needs if shutil.which(tool, path=TOOLS) is None), "")
 
+
+PROGRAM = "program"
+BUILD_LIMITS = Limits(wall_s=60.0, cpu_s=20.0, memory_bytes=1 << 30, pids=64, output_bytes=64 * 1024)
+BUILT_LIMIT_BYTES = 16 * 1024 * 1024
 
 LANGUAGES: dict[str, Language] = {
     row.name: row
@@ -41,5 +52,9 @@ LANGUAGES: dict[str, Language] = {
         Language("python", "main.py"),
         Language("bash", "main.sh", run=("/bin/bash", "main.sh"), needs=("bash",)),
         Language("javascript", "main.js", run=("/usr/bin/node", "main.js"), needs=("node",), reserves_memory=True),
+        Language("c", "main.c", ("/tmp/program",), build="gcc -std=gnu17 -O2 -w -o program main.c -lm", needs=("gcc",)),
+        Language(
+            "c++", "main.cpp", ("/tmp/program",), build="g++ -std=gnu++20 -O2 -w -o program main.cpp", needs=("g++",)
+        ),
     )
 }

@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from temper.common.log import log
-from temper.sandbox.cell import Cell, JailFailed
+from temper.sandbox.cell import Cell
+from temper.sandbox.run import JailFailed
 
 JOBS_PER_JAIL = 2000
 

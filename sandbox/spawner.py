@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from temper.common.errors import EnvironmentFault
-from temper.sandbox.jail import INIT, Host, enterable_by_others
+from temper.sandbox.jail import INIT, Host, Interpreter, enterable_by_others
 
 _CLONE_NEWNS = 0x00020000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
@@ -25,14 +25,24 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 T = TypeVar("T")
 
 
+def compiled_init(interpreter: Interpreter, folder: Path) -> Path:
+    """The init as byte code of the jails' interpreter, in `folder`: compiling it at each start would cost milliseconds."""
+    target = folder / "init.pyc"
+    code = "import py_compile, sys; py_compile.compile(sys.argv[1], sys.argv[2], 'init.py', doraise=True, optimize=2)"
+    command = [str(interpreter.binary), "-I", "-S", "-c", code, str(INIT), str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode != 0:
+        raise EnvironmentFault(f"the sandbox's interpreter {interpreter.binary} failed: {done.stderr.strip()[-300:]}")
+    target.chmod(0o444)
+    return target
+
+
 class Spawner:
     """`folder` is the worker's state folder; `init` and, if need be, `prefix` are made reachable below it."""
 
     def __init__(self, host: Host, folder: Path) -> None:
         self.host = host
-        self.init = folder / "init.py"
-        self.init.write_bytes(INIT.read_bytes())
-        self.init.chmod(0o444)
+        self.init = compiled_init(host.interpreter, folder)
         self.prefix: Path | None = None
         needs_bind = (
             os.geteuid() == 0 and host.interpreter.outside_usr and not enterable_by_others(host.interpreter.prefix)

@@ -140,6 +140,25 @@ def combine(tests: Sequence[TestCase], runs: Sequence[Facts], limits: Limits) ->
     )
 
 
+def not_built(facts: Facts, limits: Limits) -> Verdict:
+    """The verdict of a program that did not compile, whatever stopped the compiler: the program is to blame."""
+    outcome, code, number, detail = classify(facts, limits)
+    if outcome != "infra":
+        detail = "the compiler reported errors" if outcome == "error" else f"the compiler was stopped: {detail}"
+        outcome = "compile"
+    return Verdict(
+        outcome=outcome,
+        exit_code=code,
+        signal=None if number is None else int(number),
+        stderr=facts.stderr,
+        truncated=facts.stderr_cut,
+        wall_s=facts.wall_s,
+        cpu_s=facts.cpu_s,
+        peak_bytes=facts.peak_bytes,
+        detail=detail,
+    )
+
+
 def infra(detail: str) -> Verdict:
     """A job that could not be judged: never a reward."""
     return Verdict(outcome="infra", detail=detail)

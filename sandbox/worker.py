@@ -8,24 +8,21 @@ cancelled, nothing of the job is left.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Coroutine
 from typing import Any
 
 from temper.common.log import log
-from temper.common.schema import SandboxJob, TestCase, Verdict
+from temper.common.schema import SandboxJob, Verdict
 from temper.sandbox import verdicts
-from temper.sandbox.cell import Cell, JailFailed, Request, pack_bundle, sealed
+from temper.sandbox.cell import Cell
 from temper.sandbox.cgroups import Hierarchy, discover
 from temper.sandbox.jail import Host
-from temper.sandbox.languages import LANGUAGES, Language
+from temper.sandbox.jobs import refuse, run_job
 from temper.sandbox.pool import JOBS_PER_JAIL, Pool
+from temper.sandbox.run import JailFailed
 from temper.sandbox.spawner import Spawner
 from temper.sandbox.state import State
 
-FILES_LIMIT = 256
-FILES_LIMIT_BYTES = 32 * 1024 * 1024
-OUTPUT_LIMIT_BYTES = 16 * 1024 * 1024
 START_ATTEMPTS = 2
 
 
@@ -77,33 +74,33 @@ class Worker:
         async with self._slots:
             try:
                 run = self._fresh if job.mode == "fresh" else self._pooled
-                return await run(job, LANGUAGES[job.language])
+                return await run(job)
             except (JailFailed, OSError) as error:
                 log(f"job {job.job_id}: {error}")
                 return verdicts.infra(str(error))
 
-    async def _fresh(self, job: SandboxJob, language: Language) -> Verdict:
+    async def _fresh(self, job: SandboxJob) -> Verdict:
         cell = await self._start()
         self._use(cell)
         try:
-            return await run_tests(cell, job, language)
+            return await run_job(cell, job)
         finally:
             await self._finish(self._stop(cell))
 
-    async def _pooled(self, job: SandboxJob, language: Language) -> Verdict:
+    async def _pooled(self, job: SandboxJob) -> Verdict:
         """In a jail that was started ahead. One that fails before the program began is replaced, once."""
         for _ in range(START_ATTEMPTS - 1):
             try:
-                return await self._in_pool(job, language)
+                return await self._in_pool(job)
             except JailFailed as error:
                 log(f"job {job.job_id}: a warm jail failed, taking another one: {error}")
-        return await self._in_pool(job, language)
+        return await self._in_pool(job)
 
-    async def _in_pool(self, job: SandboxJob, language: Language) -> Verdict:
+    async def _in_pool(self, job: SandboxJob) -> Verdict:
         async with self._pools[job.mode].borrow() as cell:
             self._use(cell)
             try:
-                return await run_tests(cell, job, language)
+                return await run_job(cell, job)
             finally:
                 self.running.discard(cell)
 
@@ -135,50 +132,3 @@ class Worker:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         await asyncio.shield(task)
-
-
-async def run_tests(cell: Cell, job: SandboxJob, language: Language) -> Verdict:
-    """Run every test of `job` in `cell`, each in a fresh process and an emptied workspace."""
-    tests = job.tests or [TestCase()]
-    bundle = sealed("program", pack_bundle([*(language.run or (language.entry,))], dict(job.files)))
-    runs = []
-    try:
-        for test in tests:
-            request = Request(language.kind, bundle, test.stdin, 0, language.reserves_memory)
-            runs.append(await cell.run(request, job.limits))
-    finally:
-        os.close(bundle)
-    return verdicts.combine(tests, runs, job.limits)
-
-
-def refuse(job: SandboxJob) -> str:
-    """Why a job cannot be run at all, "" if it can."""
-    language = LANGUAGES.get(job.language)
-    if language is None:
-        return f"language {job.language!r} is unknown; known: {', '.join(sorted(LANGUAGES))}"
-    if missing := language.missing():
-        return f"language {job.language} needs {missing}, which is not on this host"
-    if language.entry not in job.files:
-        return (
-            f"a {job.language} job needs the file {language.entry}; it has {', '.join(sorted(job.files)[:8]) or 'none'}"
-        )
-    if len(job.files) > FILES_LIMIT:
-        return f"{len(job.files)} files, at most {FILES_LIMIT}"
-    size = sum(map(len, job.files.values()))
-    if size > FILES_LIMIT_BYTES:
-        return f"files of {size} bytes together, at most {FILES_LIMIT_BYTES}"
-    for name in job.files:
-        parts = name.split("/")
-        if not name or "\0" in name or len(name) > 255 or any(part in ("", ".", "..") for part in parts):
-            return f"file name {name[:80]!r}: names are relative, without empty, . or .. parts"
-    limits = job.limits
-    for what, value, least, most in (
-        ("wall_s", limits.wall_s, 0.01, 3600.0),
-        ("cpu_s", limits.cpu_s, 0.01, 3600.0),
-        ("memory_bytes", limits.memory_bytes, 8 << 20, 1 << 40),
-        ("pids", limits.pids, 1, 4096),
-        ("output_bytes", limits.output_bytes, 0, OUTPUT_LIMIT_BYTES),
-    ):
-        if not least <= value <= most:
-            return f"limit {what} = {value}, allowed {least:g} to {most:g}"
-    return ""

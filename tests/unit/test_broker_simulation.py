@@ -179,6 +179,10 @@ class Sim:
     def give_back(self, peer: str, body: schema.Return) -> None:
         if peer in self.actors:
             self.tell(ev.Received(peer, body))
+            self.later(1.0, self.heartbeat, peer)
+
+    def heartbeat(self, peer: str) -> None:
+        self.tell(ev.Availability(peer, draining=False))
 
     def finish(self, peer: str, lease: schema.Lease, indices: list[int], version: int) -> None:
         if peer not in self.actors or not indices:

@@ -1,0 +1,157 @@
+"""One run of one program in a jail: its request, its pipes, its deadline, its facts.
+
+Cpu time decides, of the whole tree where the kernel accounts it; the wall clock is the backstop for programs that wait.
+Output beyond the limit ends the program and is never held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from temper.common.schema import Limits
+from temper.sandbox import init as protocol
+from temper.sandbox.streams import Stream, sealed
+from temper.sandbox.verdicts import Facts, Killed
+
+if TYPE_CHECKING:
+    from temper.sandbox.cell import Cell
+
+KILL_TIMEOUT_S = 3.0
+CHECK_S = 0.1
+HEADROOM_BYTES = 512 * 1024 * 1024  # address space beyond the memory limit where a cgroup decides
+BASE_BYTES = 96 * 1024 * 1024  # address space of an idle interpreter, where nothing but the rlimit decides
+FILE_BYTES = 64 * 1024 * 1024
+DESCRIPTORS = 256
+
+
+class JailFailed(Exception):
+    """The jail did not start or died on its own; the text says what was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One program run: `kind` and `flags` of the init's protocol, `bundle` a sealed memfd.
+
+    `stdin` is its input, or a descriptor to use as such. `stdout`, when not None, is a descriptor that gets its output
+    instead of the facts. `extra` descriptors become 3, 4, ... The caller keeps and closes all of them.
+    `stdout_limit` overrides the output limit. `unbounded_address_space`: the runtime reserves far more than it uses
+    (node), so RLIMIT_AS would be meaningless.
+    """
+
+    kind: int
+    bundle: int
+    stdin: bytes | int = b""
+    flags: int = 0
+    unbounded_address_space: bool = False
+    stdout: int | None = None
+    stdout_limit: int | None = None
+    extra: tuple[int, ...] = ()
+
+
+class Run:
+    """One program in a cell: its pipes, its deadline, its end."""
+
+    def __init__(self, cell: Cell, request: Request, limits: Limits) -> None:
+        self._cell = cell
+        self._limits = limits
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._killed: Killed | None = None
+        self._request = request
+        limit = limits.output_bytes
+        self._out = Stream(loop, limit if request.stdout_limit is None else request.stdout_limit, self._flood)
+        self._err = Stream(loop, limit, self._flood)
+        self._timer: asyncio.TimerHandle | None = None
+        self._started = 0.0
+        self._deadline = 0.0
+
+    def _flood(self) -> None:
+        self._end("output")
+
+    async def to_end(self) -> Facts:
+        cell, limits, request = self._cell, self._limits, self._request
+        if cell.leaf is not None:
+            cell.leaf.arm(limits.memory_bytes, limits.pids + 1)
+        address = limits.memory_bytes + (BASE_BYTES if cell.leaf is None else HEADROOM_BYTES)
+        if request.unbounded_address_space:
+            address = 0
+        header = protocol.REQUEST.pack(
+            request.kind, request.flags, limits.cpu_s, address, FILE_BYTES, limits.pids + 1, DESCRIPTORS
+        )
+        stdin = sealed("stdin", request.stdin) if isinstance(request.stdin, bytes) else os.dup(request.stdin)
+        stdout = self._out.far if request.stdout is None else request.stdout
+        report = cell.begin()
+        self._started = time.monotonic()
+        self._deadline = self._started + limits.wall_s
+        try:
+            cell.send(header, (request.bundle, stdin, stdout, self._err.far, *request.extra))
+        finally:
+            os.close(stdin)
+            self._out.close_far()
+            self._err.close_far()
+        self._timer = self._loop.call_later(min(CHECK_S, limits.wall_s), self._check)
+        try:
+            data = await report
+        except JailFailed as failed:
+            return self._died(str(failed))
+        self._out.drain()
+        self._err.drain()
+        status, cpu_s, wall_s, peak_kib, _, over = protocol.REPORT.unpack(data)
+        peak = peak_kib * 1024
+        oom_kills = 0
+        if cell.leaf is not None:
+            cpu_s = max(cpu_s, cell.leaf.cpu_s() or 0.0)
+            peak = max(peak, cell.leaf.peak_bytes() or 0)
+            oom_kills = cell.leaf.oom_kills()
+        killed = self._killed or ("cpu" if over else None)
+        return self._facts(status, wall_s=wall_s, cpu_s=cpu_s, peak_bytes=peak, oom_kills=oom_kills, killed=killed)
+
+    def _died(self, why: str) -> Facts:
+        """The init is gone: for memory if the kernel says so, else the jail failed."""
+        oom_kills = self._cell.leaf.oom_kills() if self._cell.leaf is not None else 0
+        wall_s = time.monotonic() - self._started
+        if oom_kills or self._killed:
+            peak = self._limits.memory_bytes if oom_kills else None
+            return self._facts(None, wall_s=wall_s, peak_bytes=peak, oom_kills=oom_kills)
+        return Facts(status=None, failure=why, wall_s=wall_s)
+
+    def _facts(self, status: int | None, **measured: Any) -> Facts:
+        return Facts(
+            status=status,
+            stdout=bytes(self._out.data),
+            stderr=bytes(self._err.data),
+            stdout_cut=self._out.cut,
+            stderr_cut=self._err.cut,
+            **{"killed": self._killed, **measured},
+        )
+
+    def _check(self) -> None:
+        """Every tenth of a second: the cpu of the whole tree, then the wall clock."""
+        self._timer = self._loop.call_later(CHECK_S, self._check)
+        if self._killed:
+            if time.monotonic() > self._deadline + KILL_TIMEOUT_S:
+                self._cell.kill()
+            return
+        leaf = self._cell.leaf
+        if leaf is not None and (leaf.cpu_s() or 0.0) > self._limits.cpu_s:
+            self._end("cpu")
+        elif time.monotonic() > self._deadline:
+            self._end("wall")
+
+    def _end(self, why: Killed) -> None:
+        if self._killed is None:
+            self._killed = why
+            self._deadline = time.monotonic()
+            with contextlib.suppress(JailFailed):
+                self._cell.send(b"K")
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._out.close()
+        self._err.close()

@@ -1,0 +1,405 @@
+"""A real broker process over ipc, with a scripted learner, actors, a sandbox worker and an evaluator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from temper.common import schema
+from temper.common.arrays import pack_arrays, unpack_arrays
+from temper.common.errors import ConfigError, TemperError
+from temper.common.peer import Peer, new_session
+from temper.common.reports import RunStatus, decode
+from temper.common.schema import Hello, pack_frames, unpack_frames
+
+B = TypeVar("B", bound=schema.Body)
+
+RECIPE = """
+[run]
+name = "script"
+max_steps = 3
+drain_timeout_s = 5.0
+[pacing]
+groups_per_step = 2
+samples_per_group = 2
+max_staleness = 1
+[model]
+path = "micro"
+vocabulary = "ab"
+[[domains]]
+name = "a"
+module = "temper.actor.domains.reverse"
+"""
+
+
+class Guest:
+    """A scripted peer: every message it gets waits in a queue of its type."""
+
+    def __init__(self, address: str, role: str, name: str, slots: int = 0, run_id: str | None = None) -> None:
+        self.peer = Peer(address, Hello(role, name, new_session(), run_id, pid=os.getpid(), slots=slots))  # type: ignore[arg-type]
+        self.queues: dict[type[schema.Body], asyncio.Queue[tuple[Any, list[memoryview]]]] = {}
+        for kind in schema.BODIES.values():
+            self.queues[kind] = asyncio.Queue()
+            self.peer.on(kind, self._keep(kind))
+
+    def _keep(self, kind: type[schema.Body]) -> Callable[[Any, list[memoryview]], None]:
+        return lambda body, frames: self.queues[kind].put_nowait((body, frames))
+
+    async def next(self, kind: type[B]) -> tuple[B, list[memoryview]]:
+        return await asyncio.wait_for(self.queues[kind].get(), 20.0)
+
+
+class Stage:
+    """A broker process and its guests."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.run_dir = folder / "run"
+        self.address = f"ipc://{folder / 's'}"
+        recipe = folder / "recipe.toml"
+        recipe.write_text(RECIPE)
+        self.command = [sys.executable, "-P", "-m", "temper.broker", str(recipe), "--run", str(self.run_dir)]
+        self.command += ["--bind", self.address, *arguments]
+        self.guests: list[Guest] = []
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self, *arguments: str) -> None:
+        self.process = await asyncio.create_subprocess_exec(
+            *self.command, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert self.process.stdout is not None
+        line = await asyncio.wait_for(self.process.stdout.readline(), 20.0)
+        assert line.startswith(b"READY broker pid="), (line, await self.process.stderr.read() if not line else b"")  # type: ignore[union-attr]
+
+    async def guest(self, role: str, name: str, slots: int = 0) -> Guest:
+        guest = Guest(self.address, role, name, slots)
+        self.guests.append(guest)
+        await guest.peer.open(20.0)
+        return guest
+
+    async def learner(self, lineage: int = 1, resumed: int | None = None) -> Guest:
+        learner = await self.guest("learner", "learner")
+        await learner.peer.send(schema.LearnerReady(lineage, resumed, resumed or 0, resumed or 0))
+        await learner.peer.send(schema.Phase("train", {"a": (0, 1.0)}, 2, 2))
+        return learner
+
+    async def status(self) -> RunStatus:
+        client = await self.guest("status", "status")
+        client.peer.post(schema.StatusRequest())
+        _, frames = await client.next(schema.StatusReport)
+        return decode(bytes(frames[0]), RunStatus, "status")
+
+    async def end(self) -> tuple[int, str]:
+        assert self.process is not None
+        _, errors = await asyncio.wait_for(self.process.communicate(), 30.0)
+        assert self.process.returncode is not None
+        return self.process.returncode, errors.decode()
+
+
+@contextlib.asynccontextmanager
+async def stage(folder: Path, *arguments: str) -> AsyncIterator[Stage]:
+    scene = Stage(folder, *arguments)
+    await scene.start()
+    try:
+        yield scene
+    finally:
+        for guest in scene.guests:
+            await guest.peer.close("done", 0, timeout_s=0.2)
+        if scene.process is not None and scene.process.returncode is None:
+            scene.process.kill()
+            await scene.process.wait()
+
+
+def samples(
+    lease: schema.Lease, *, rewards: tuple[float, ...] = (1.0, 0.0), **changed: np.ndarray
+) -> tuple[schema.Samples, list[memoryview]]:
+    """Two tokens of prompt, two of completion for each index; tokens say whose they are."""
+    n = len(lease.indices)
+    arrays: dict[str, np.ndarray] = {
+        "tokens": np.array([[lease.lease_id % 1000, i, 7, 8] for i in lease.indices], np.int32).reshape(-1),
+        "behaviour_logprob": np.tile(np.array([0, 0, -1.0, -0.5], np.float32), n),
+        "loss_mask": np.tile(np.array([0, 0, 1, 1], np.uint8), n),
+        "cu_seqlens": np.arange(n + 1, dtype=np.int64) * 4,
+        **changed,
+    }
+    specs, frames = pack_arrays(arrays)
+    run = (lease.lineage, lease.min_version, 4)
+    metas = [
+        schema.SampleMeta(i, "stop", rewards[i % len(rewards)], rewards[i % len(rewards)] > 0, {}, "ok", [run])
+        for i in lease.indices
+    ]
+    return schema.Samples(lease.lease_id, lease.attempt, lease.lineage, metas, specs), frames
+
+
+def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 60.0))
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=30.0, check=False)
+
+
+async def work(actor: Guest) -> None:
+    """An honest actor, for ever."""
+    while True:
+        lease, _ = await actor.next(schema.Lease)
+        await actor.peer.send(schema.Touch(lease.lease_id, lease.attempt))
+        await actor.peer.send(*samples(lease))
+
+
+def test_a_run_of_three_steps_from_lease_to_exit_code_0(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            learner = await s.learner()
+            actor = await s.guest("actor", "actor-1", 4)
+            working = asyncio.create_task(work(actor))
+            trained: list[int] = []
+            for version in range(3):
+                await learner.peer.send(schema.Demand("train", 2))
+                batch = []
+                for _ in range(2):
+                    group, frames = await learner.next(schema.Group)
+                    (part,) = group.parts
+                    tokens = unpack_arrays(part.arrays, frames)["tokens"].reshape(-1, 4)
+                    assert tokens.tolist() == [[group.group_id, i, 7, 8] for i in range(2)]
+                    assert [meta.reward for meta in part.samples] == [1.0, 0.0]
+                    batch.append(group.group_id)
+                trained += batch
+                await learner.peer.send(schema.Done(version, batch, {}, True))
+            assert sorted(trained) == list(range(6))
+            await learner.peer.send(schema.RunOver("max_steps reached", 0))
+            drain, _ = await actor.next(schema.Drain)
+            assert drain.reason == "max_steps reached"
+            working.cancel()
+            await actor.peer.close("drained", 0)
+            await learner.peer.close("run over", 0)
+            code, errors = await s.end()
+            assert code == 0, errors
+        books = sqlite3.connect(tmp_path / "run/ledger/ledger.sqlite")
+        trained_rows = books.execute(
+            "SELECT group_id, version FROM groups WHERE state = 'trained' ORDER BY 1"
+        ).fetchall()
+        assert len(trained_rows) == 6
+        assert sorted(version for _, version in trained_rows) == [0, 0, 1, 1, 2, 2]
+        assert books.execute("SELECT COUNT(*) FROM samples").fetchone() == (12,)
+        books.close()
+
+    play(scene)
+
+
+def test_leases_of_a_killed_actor_go_out_again_and_its_late_samples_are_refused(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            first = await s.guest("actor", "first", 4)
+            await s.learner()
+            lost = [(await first.next(schema.Lease))[0] for _ in range(4)]
+            second = await s.guest("actor", "second", 4)
+            await first.peer.send(*samples(lost[0], tokens=np.zeros(8, np.int32), loss_mask=np.zeros(3, np.uint8)))
+            refused, _ = await first.next(schema.SampleRefused)
+            assert refused.lease_id == lost[0].lease_id
+            assert "3 values of loss_mask for 8 tokens" in refused.reason
+            await first.peer.close("crashed", 1)
+            again = [(await second.next(schema.Lease))[0] for _ in range(4)]
+            assert [(a.lease_id, a.task_seed, a.indices) for a in sorted(again, key=lambda a: a.lease_id)] == [
+                (b.lease_id, b.task_seed, b.indices) for b in lost
+            ]
+            stale = schema.Lease(**{f: getattr(again[0], f) for f in again[0].__struct_fields__} | {"attempt": 1})
+            await second.peer.send(*samples(stale))
+            refused, _ = await second.next(schema.SampleRefused)
+            assert (refused.lease_id, refused.attempt) == (again[0].lease_id, 1)
+            assert "abandoned" in refused.reason
+
+    play(scene)
+
+
+def test_a_job_goes_to_a_worker_and_its_verdict_back_also_after_a_death(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            actor = await s.guest("actor", "actor", 1)
+            worker = await s.guest("sandbox", "worker-1", 1)
+            job = schema.SandboxJob("j1", "python", {"main.py": b"print(1)"}, [schema.TestCase(b"", b"1")])
+            await actor.peer.send(schema.Job("j1", 0, "code", None), pack_frames(job))
+            body, frames = await worker.next(schema.Job)
+            assert unpack_frames(frames, schema.SandboxJob) == job
+            await worker.peer.close("crashed", 1)
+            other = await s.guest("sandbox", "worker-2", 1)
+            body, frames = await other.next(schema.Job)
+            assert body.job_id == "j1"
+            verdict = schema.Verdict("ok", 0, stdout=b"1")
+            await other.peer.send(schema.JobDone("j1", "ok", 0.1), pack_frames(verdict))
+            done, frames = await actor.next(schema.JobDone)
+            assert done.outcome == "ok"
+            assert unpack_frames(frames, schema.Verdict) == verdict
+            assert (await s.status()).jobs == {"ok": 1}
+
+    play(scene)
+
+
+def test_one_broken_peer_is_closed_with_the_reason_and_hurts_no_other(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            learner = await s.learner()
+            broken = await s.guest("actor", "broken", 1)
+            lease, _ = await broken.next(schema.Lease)
+            body, frames = samples(lease)
+            await broken.peer.send(body, frames[:-1])  # a frame less than the specs say
+            cause = await asyncio.wait_for(broken.peer.lost, 20.0)
+            assert "3 frames for 4 arrays" in cause
+            working = asyncio.create_task(work(await s.guest("actor", "honest", 4)))
+            await learner.peer.send(schema.Demand("train", 2))
+            groups = {(await learner.next(schema.Group))[0].group_id for _ in range(2)}
+            assert lease.lease_id in groups or len(groups) == 2
+            working.cancel()
+
+    play(scene)
+
+
+def test_a_second_learner_and_a_peer_of_another_run_are_refused_by_name(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            await s.learner()
+            with pytest.raises(ConfigError, match=r"role_taken.*already has a learner: learner"):
+                await s.guest("learner", "rival")
+            stranger = Guest(s.address, "actor", "stranger", 1, run_id="feedface")
+            s.guests.append(stranger)
+            with pytest.raises(TemperError, match=r"this is run [0-9a-f]{16}, the peer belongs to run feedface"):
+                await stranger.peer.open(20.0)
+
+    play(scene)
+
+
+def test_status_says_who_waits_for_whom(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            assert "waiting for the learner: it has not come" in (await s.status()).reason
+            learner = await s.learner()
+            await learner.peer.send(schema.Demand("train", 2))
+            await learner.peer.send(schema.Evaluate(0, [("a", 0, 1)], 1))
+            await learner.peer.flush(20.0)
+            status = await s.status()
+            assert "waiting for an actor: none is connected" in status.reason
+            assert "waiting for an evaluator: none is connected" in status.reason
+            judge = await s.guest("eval", "judge", 1)
+            lease, _ = await judge.next(schema.Lease)
+            assert (lease.lane, lease.pinned_version, lease.task_seed) == ("eval", 0, 0)
+            await judge.peer.send(*samples(lease))
+            group, _ = await learner.next(schema.Group)
+            assert (group.lane, group.pinned_version, group.void) == ("eval", 0, None)
+            status = await s.status()
+            assert {peer.name: peer.role for peer in status.peers} == {"learner": "learner", "judge": "eval"}
+            assert (status.phase, status.max_steps, status.name) == ("train", 3, "script")
+
+    play(scene)
+
+
+def test_the_bundle_reaches_those_who_asked_before_it_was_there(tmp_path: Path) -> None:
+    from temper.broker.bundle import digest
+
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            early = await s.guest("actor", "early", 1)
+            await early.peer.send(schema.NeedBundle())
+            learner = await s.learner()
+            files = [b'{"hidden_size": 64}', b"tokens"]
+            entries = [schema.BundleFile(f"f{i}.json", digest([data]), 1) for i, data in enumerate(files)]
+            await learner.peer.send(schema.Bundle(entries, "micro"), files)
+            bundle, frames = await early.next(schema.Bundle)
+            assert (bundle.model, [bytes(frame) for frame in frames]) == ("micro", files)
+            evil = [schema.BundleFile("../../escape", digest([b"x"]), 1)]
+            await learner.peer.send(schema.Bundle(evil), [b"x"])
+            assert "plain file name" in await asyncio.wait_for(learner.peer.lost, 20.0)
+
+    play(scene)
+
+
+def test_sigterm_drains_and_a_resume_queues_the_old_groups_again(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            learner = await s.learner()
+            actor = await s.guest("actor", "actor", 4)
+            leases = [(await actor.next(schema.Lease))[0] for _ in range(4)]
+            for lease in leases[:3]:
+                await actor.peer.send(*samples(lease))
+            await learner.peer.send(schema.Demand("train", 2))
+            taken = [(await learner.next(schema.Group))[0].group_id for _ in range(2)]
+            await actor.peer.flush(20.0)
+            assert s.process is not None
+            s.process.send_signal(signal.SIGTERM)
+            await actor.next(schema.Drain)
+            await actor.peer.send(schema.Return(leases[3].lease_id, 1, "drain", "SIGTERM"))
+            await actor.peer.close("drained", 0)
+            await learner.peer.close("drained", 0)
+            assert (await s.end())[0] == 0
+            await s.start("--resume")
+            heir = await s.learner(lineage=2)
+            helper = await s.guest("actor", "helper", 4)
+            lease, _ = await helper.next(schema.Lease)
+            assert (lease.lease_id, lease.attempt, lease.lineage) == (leases[3].lease_id, 2, 2)
+            await heir.peer.send(schema.Demand("train", 3))
+            again = [await heir.next(schema.Group) for _ in range(3)]
+            assert [group.group_id for group, _ in again] == [*taken, leases[2].lease_id]
+            tokens = unpack_arrays(again[0][0].parts[0].arrays, again[0][1])["tokens"]
+            assert tokens.tolist() == [taken[0], 0, 7, 8, taken[0], 1, 7, 8]
+
+    play(scene)
+
+
+def test_a_kill_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            await s.learner()
+            actor = await s.guest("actor", "actor", 4)
+            leases = [(await actor.next(schema.Lease))[0] for _ in range(4)]
+            for lease in leases:
+                await actor.peer.send(*samples(lease))
+            await actor.peer.flush(20.0)
+            assert s.process is not None
+            s.process.kill()
+            await s.process.wait()
+            await s.start("--resume")
+            status = await s.status()
+            assert (status.queued_groups, status.leases_in_flight) == (4, 0)
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--pacing.groups_per_stp=1",), 2, "groups_per_step"),
+        (("--bind", "tcp://127.0.0.1:7000"), 2, "temper keys new"),
+        (("--bind", "ipc://" + "x" * 120), 2, "at most 107"),
+    ],
+)
+def test_bad_input_is_one_line_and_an_exit_code(
+    tmp_path: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    scene = Stage(tmp_path, *arguments)
+    done = run(scene.command)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("temper broker: ")
+
+
+def test_a_folder_with_a_run_wants_resume_and_a_place_has_one_broker(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            twin = await asyncio.to_thread(run, s.command)
+            assert twin.returncode == 2
+            assert "go on with it by --resume" in twin.stderr
+            other = [part.replace(str(s.run_dir), str(tmp_path / "other")) for part in s.command]
+            rival = await asyncio.to_thread(run, other)
+            assert rival.returncode == 4
+            assert "is served by another broker" in rival.stderr
+
+    play(scene)
