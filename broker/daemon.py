@@ -218,7 +218,8 @@ class Broker(Daemon):
             if hello.role == "status":
                 continue
             log(f"{hello.role} {hello.name} joined (pid {hello.pid} on {hello.host or 'this host'})")
-            self._take(ev.Joined(key, hello.role, hello.name, hello.slots))
+            slots = hello.slots or (self.recipe.engine.leases_in_flight if hello.role in ("actor", "eval") else 0)
+            self._take(ev.Joined(key, hello.role, hello.name, slots))
             if self.weights.newest is not None and hello.role in ("actor", "eval", "learner"):
                 self.control.send(peer, schema.NewVersion(self.weights.newest))
             if self.core.closing:
