@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Literal
 
 import torch
 from temper.kernels import reference
@@ -107,14 +108,37 @@ def policy_loss(
     *,
     entropy: Tensor | None = None,
     ahead: float = 0.0,
+    backend: Literal["auto", "torch", "triton"] = "auto",
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """(scalar loss with gradient to `pi` and `entropy`, {metric: (sum, count)} as 0-dimensional f64 tensors).
 
     pi f32[N] (f64 works): log-probabilities of the current policy, with gradient. `entropy` f32[N] of pi, for the bonus
     and the metric. `ahead`: v_pi - v_prox in versions, for `loglinear_prox` (update j of n in a step: j / n).
+    backend: auto takes Triton for fp32 on a GPU and torch elsewhere.
     ValueError names the argument that has a wrong shape. The sum of losses over micro-batches is the step's loss.
     """
     _check(batch, pi, flags, entropy)
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend: found {backend!r}, expected auto, torch or triton")
+    if backend == "triton" or (backend == "auto" and pi.is_cuda and pi.dtype == torch.float32):
+        from temper.kernels import policy_loss_triton
+
+        if pi.dtype != torch.float32 or not (pi.is_cuda or policy_loss_triton.INTERPRETED):
+            raise ValueError(f"backend: found 'triton' with {pi.dtype} on {pi.device}, expected fp32 on a GPU")
+        loss, sums = policy_loss_triton.policy_loss(batch, pi, flags, normalisers, entropy, ahead)
+    else:
+        loss, sums = _torch(batch, pi, flags, normalisers, entropy, ahead)
+    count = batch.mask.sum(dtype=torch.float64)
+    absent = {"entropy": entropy is None, "kl_reference": batch.ref is None}
+    none = torch.zeros_like(count)
+    metrics = {name: (none, none) if absent.get(name, False) else (sums[i], count) for i, name in enumerate(METRICS)}
+    return loss, metrics
+
+
+def _torch(
+    batch: PackedBatch, pi: Tensor, flags: PolicyFlags, normalisers: Normalisers, entropy: Tensor | None, ahead: float
+) -> tuple[Tensor, Tensor]:
+    """(loss, the metrics' sums f64 in the order of METRICS) by the reference's formulas and autograd."""
     mask = batch.mask.to(torch.bool)
     ids = segment_ids(batch.cu_seqlens, pi.shape[0])
     segments = batch.cu_seqlens.numel() - 1
@@ -124,6 +148,7 @@ def policy_loss(
         return torch.where(mask, value.to(pi.dtype), 0)
 
     pi, mu, advantage, lag = select(pi), select(batch.mu), select(batch.advantage), select(batch.lag)
+    ref = None if batch.ref is None else select(batch.ref)
     if flags.loglinear_prox:
         prox = reference.loglinear_prox(pi, mu, lag, ahead)
     else:
@@ -134,8 +159,8 @@ def policy_loss(
     keep = mask & reference.kept(flags, pi, mu, d, advantage, ids, lengths, normalisers.m2_cutoff) & (weight != 0)
     loss = torch.where(keep, weight * loss, 0)
     total = loss
-    if batch.ref is not None and flags.kl != "none" and flags.kl_coefficient != 0:
-        divergence = reference.kl(flags.kl, pi, select(batch.ref), reference.ratio(d))
+    if ref is not None and flags.kl != "none" and flags.kl_coefficient != 0:
+        divergence = reference.kl(flags.kl, pi, ref, reference.ratio(d))
         total = total + torch.where(mask, flags.kl_coefficient * divergence, 0)
     if entropy is not None and flags.entropy_coefficient != 0:
         total = total - torch.where(mask, flags.entropy_coefficient * entropy.to(pi.dtype), 0)
@@ -143,32 +168,25 @@ def policy_loss(
         flags.aggregation, ids, lengths, normalisers.tokens, normalisers.sequences, normalisers.max_length
     )
     result = torch.where(mask, each * total, 0).sum()
-
     with torch.no_grad():
-        zero = torch.zeros((), dtype=torch.float64, device=pi.device)
-        count = mask.sum(dtype=torch.float64)
-        ref = None if batch.ref is None else select(batch.ref)
-        values: dict[str, Tensor | None] = {
+        values: dict[str, Tensor] = {
             "logprob": pi,
-            "entropy": None if entropy is None else entropy,
+            "entropy": torch.zeros_like(pi) if entropy is None else entropy.to(pi.dtype),
             "advantage": advantage,
             "advantage_magnitude": advantage.abs(),
             "ratio": rho,
-            "clip_fraction": clipped,
-            "clamped_fraction": d.abs() >= LOG_RATIO_LIMIT,
-            "dropped_fraction": ~keep,
+            "clip_fraction": clipped.to(pi.dtype),
+            "clamped_fraction": (d.abs() >= LOG_RATIO_LIMIT).to(pi.dtype),
+            "dropped_fraction": (~keep).to(pi.dtype),
             "weight": weight,
             "weight_squared": weight.square(),
             "kl_behaviour": reference.ratio(d) - 1 - d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
             "log_ratio_magnitude": d.abs(),
-            "kl_reference": None if ref is None else reference.kl("k3", pi, ref, rho),
+            "kl_reference": torch.zeros_like(pi) if ref is None else reference.kl("k3", pi, ref, rho),
             "lag": lag,
             "loss": loss,
         }
-        metrics = {
-            name: (zero, zero)
-            if value is None
-            else (torch.where(mask, value.detach(), 0).sum(dtype=torch.float64), count)
-            for name, value in values.items()
-        }
-    return result, metrics
+        sums = torch.where(mask, torch.stack([values[name].detach() for name in METRICS]), 0).sum(
+            1, dtype=torch.float64
+        )
+    return result, sums
