@@ -62,7 +62,7 @@ class Spawner:
         pid_fd = _last_pid_fd()
         try:
             command = self.host.command(log_fd, control_fd, self.init, self.prefix, pid_fd, warm)
-            return _popen(command, (control_fd, log_fd, *((pid_fd,) if pid_fd >= 0 else ())))
+            return _popen(command, log_fd, (control_fd, log_fd, *((pid_fd,) if pid_fd >= 0 else ())))
         finally:
             if pid_fd >= 0:
                 os.close(pid_fd)
@@ -79,12 +79,12 @@ def _last_pid_fd() -> int:
         return -1
 
 
-def _popen(command: Sequence[str], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+def _popen(command: Sequence[str], log_fd: int, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=log_fd,  # of nsjail and the init only: a program's own is replaced before it starts
         pass_fds=fds,
         cwd="/",
         env={"PATH": "/usr/bin:/bin"},

@@ -1,11 +1,19 @@
-"""Shared by the attack tests: run programs through the real worker."""
+"""Shared by the attack tests: run programs through the real worker, and look at the host before and after."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+import msgpack
+import msgspec
 import pytest
 from temper.common.schema import Limits, SandboxJob, TestCase, Verdict
 from temper.sandbox.jail import Host
@@ -43,3 +51,89 @@ class Jails:
 def jails(request: pytest.FixtureRequest) -> Jails:
     """Every test that takes this runs in each of the three modes."""
     return Jails(request.param)
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A hostile program, the outcome it must get, and what its output must be (None: anything)."""
+
+    source: str
+    outcome: str = "ok"
+    says: bytes | None = None
+    language: str = "python"
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    tests: Sequence[TestCase] = ()
+
+
+def host_state() -> dict[str, Any]:
+    """What no attack may change. Processes are those of the jails' outside identities."""
+    jailed = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"/opt/temper/init.pyc" in (folder / "cmdline").read_bytes() and folder.stat().st_uid == 61_234:
+                jailed.add(folder.name)
+        except OSError:
+            continue
+    return {
+        "mounts": sorted(line.split(" ", 2)[2] for line in Path("/proc/self/mountinfo").read_text().splitlines()),
+        "hostname": os.uname().nodename,
+        "null": oct(os.stat("/dev/null").st_mode),
+        "swaps": Path("/proc/swaps").read_text(),
+        "modules": Path("/proc/modules").exists() and Path("/proc/modules").read_text().count("\n"),
+        "jailed": jailed,
+    }
+
+
+class Batch:
+    """All attacks of one test module under one identity and mode, run once."""
+
+    def __init__(self, identity: str, mode: Mode, attacks: Mapping[str, Attack], folder: Path) -> None:
+        self.before = host_state()
+        folder.chmod(0o777)
+        canary = folder / "canary"
+        canary.write_bytes(b"untouched")
+        canary.chmod(0o666)
+        jobs = [
+            SandboxJob(
+                name,
+                attack.language,
+                {LANGUAGES[attack.language].entry: attack.source.replace("@CANARY@", str(canary)).encode()},
+                list(attack.tests),
+                Limits(**{"wall_s": 3.0, "cpu_s": 0.6, "memory_bytes": 128 << 20, "pids": 24, **attack.limits}),
+                mode=mode,
+            )
+            for name, attack in attacks.items()
+        ]
+        (folder / "jobs").write_bytes(msgpack.packb(msgspec.to_builtins(jobs, builtin_types=(bytes,))))
+        script = Path(__file__).with_name("as_someone.py")
+        command = [sys.executable, "-P", str(script), identity, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, cwd="/")
+        assert done.returncode == 0, done.stderr[-3000:]
+        data = msgpack.unpackb((folder / "verdicts").read_bytes())
+        self.verdicts = dict(zip(attacks, msgspec.convert(data, list[Verdict], builtin_types=(bytes,)), strict=True))
+        self.after = host_state()
+        self.canary = canary.read_bytes()
+
+
+@pytest.fixture(params=["root-fresh", "root-fork", "user-fresh", "user-fork"], scope="module")
+def batch(request: pytest.FixtureRequest) -> Iterator[Batch]:
+    """The module's `ATTACKS`, run as root and as an ordinary user, in a jail each and in warm jails."""
+    identity, mode = request.param.split("-")
+    if identity == "root" and os.geteuid() != 0:
+        pytest.skip("not root")
+    with tempfile.TemporaryDirectory(prefix="temper-attack-") as folder:  # pytest's are closed to other users
+        yield Batch(identity, mode, request.module.ATTACKS, Path(folder))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`attack` takes the names of the module's `ATTACKS`."""
+    if "attack" in metafunc.fixturenames:
+        metafunc.parametrize("attack", list(metafunc.module.ATTACKS))
+
+
+def judge(batch: Batch, attacks: Mapping[str, Attack], name: str) -> None:
+    """The attack got what it must get."""
+    verdict, attack = batch.verdicts[name], attacks[name]
+    assert verdict.outcome == attack.outcome, verdict
+    assert attack.says is None or verdict.stdout == attack.says, verdict
+    assert batch.canary == b"untouched"
