@@ -31,7 +31,7 @@ async def run_job(cell: Cell, job: SandboxJob) -> Verdict:
             return built
         files[PROGRAM] = built
     tests = job.tests or [TestCase()]
-    bundle = sealed("program", pack_bundle(language.arguments, files))
+    bundle = sealed("program", pack_bundle(language.arguments(job.limits), files))
     try:
         runs = [
             await cell.run(

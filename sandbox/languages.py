@@ -32,10 +32,10 @@ class Language:
     def kind(self) -> int:
         return protocol.COMMAND if self.run else protocol.PYTHON
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """What the init starts."""
-        return self.run or (self.entry,)
+    def arguments(self, limits: Limits) -> tuple[str, ...]:
+        """What the init starts; some runtimes must be told their limit."""
+        memory_mb = str(limits.memory_bytes >> 20)
+        return tuple(part.replace("{memory_mb}", memory_mb) for part in self.run) or (self.entry,)
 
     def missing(self) -> str:
         """The tool that this host lacks, "" when nothing is missing."""
@@ -51,7 +51,13 @@ LANGUAGES: dict[str, Language] = {
     for row in (
         Language("python", "main.py"),
         Language("bash", "main.sh", run=("/bin/bash", "main.sh"), needs=("bash",)),
-        Language("javascript", "main.js", run=("/usr/bin/node", "main.js"), needs=("node",), reserves_memory=True),
+        Language(
+            "javascript",
+            "main.js",
+            ("/usr/bin/node", "--max-old-space-size={memory_mb}", "--stack-size=900", "main.js"),
+            needs=("node",),
+            reserves_memory=True,
+        ),
         Language("c", "main.c", ("/tmp/program",), build="gcc -std=gnu17 -O2 -w -o program main.c -lm", needs=("gcc",)),
         Language(
             "c++", "main.cpp", ("/tmp/program",), build="g++ -std=gnu++20 -O2 -w -o program main.cpp", needs=("g++",)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from temper.common.schema import Limits
 from temper.sandbox import init as protocol
+from temper.sandbox import tree
 from temper.sandbox.streams import Stream, sealed
 from temper.sandbox.verdicts import Facts, Killed
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 KILL_TIMEOUT_S = 3.0
 CHECK_S = 0.1
+MOST_SLACK = 5.0  # times the wall limit: the most that a loaded host may prolong it
 HEADROOM_BYTES = 512 * 1024 * 1024  # address space beyond the memory limit where a cgroup decides
 BASE_BYTES = 96 * 1024 * 1024  # address space of an idle interpreter, where nothing but the rlimit decides
 FILE_BYTES = 64 * 1024 * 1024
@@ -131,17 +133,25 @@ class Run:
         )
 
     def _check(self) -> None:
-        """Every tenth of a second: the cpu of the whole tree, then the wall clock."""
+        """Ten times a second: the cpu and memory of the whole tree, then the wall clock."""
         self._timer = self._loop.call_later(CHECK_S, self._check)
+        now = time.monotonic()
         if self._killed:
-            if time.monotonic() > self._deadline + KILL_TIMEOUT_S:
+            if now > self._deadline + KILL_TIMEOUT_S:
                 self._cell.kill()
             return
-        leaf = self._cell.leaf
-        if leaf is not None and (leaf.cpu_s() or 0.0) > self._limits.cpu_s:
+        leaf, limits = self._cell.leaf, self._limits
+        used = tree.usage(self._cell.init_pid) if leaf is None or now > self._deadline else None
+        cpu_s = leaf.cpu_s() if leaf is not None else None
+        if (used.cpu_s if cpu_s is None and used else cpu_s or 0.0) > limits.cpu_s:
             self._end("cpu")
-        elif time.monotonic() > self._deadline:
-            self._end("wall")
+        elif leaf is None and used and used.memory_bytes > limits.memory_bytes:
+            self._end("memory")
+        elif used and now > self._deadline:
+            # A program that was ready to run but got no cpu is not late: load must not change verdicts.
+            slack_s = min(used.waited_s, MOST_SLACK * limits.wall_s)
+            if now > self._started + limits.wall_s + slack_s:
+                self._end("wall")
 
     def _end(self, why: Killed) -> None:
         if self._killed is None:

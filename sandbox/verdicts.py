@@ -14,7 +14,7 @@ from typing import Literal
 
 from temper.common.schema import Limits, Outcome, TestCase, TestResult, Verdict
 
-Killed = Literal["wall", "cpu", "output", "cancel"]
+Killed = Literal["wall", "cpu", "memory", "output", "cancel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,15 @@ class Facts:
     failure: str = ""
 
 
-# The last line of stderr that tells a refused allocation from any other error; only ever turns error into memory.
-OUT_OF_MEMORY = (b"MemoryError", b"terminate called after throwing an instance of 'std::bad_alloc'", b"  what():  std::bad_alloc",
-                 b"FATAL ERROR: Reached heap limit", b"bash: fork: Cannot allocate memory")  # fmt: skip
+# What runtimes say of a refused allocation: in their last lines, or before a long trace of their own. It only ever turns
+# an error or a signal into memory.
+LAST_WORDS = (
+    b"MemoryError",
+    b"terminate called after throwing an instance of 'std::bad_alloc'",
+    b"  what():  std::bad_alloc",
+)
+WORDS = (b"FATAL ERROR: Reached heap limit", b"FATAL ERROR: invalid array length Allocation failed",
+         b"FATAL ERROR: Ineffective mark-compacts near heap limit")  # fmt: skip
 
 
 def classify(facts: Facts, limits: Limits) -> tuple[Outcome, int | None, int | None, str]:
@@ -51,7 +57,7 @@ def classify(facts: Facts, limits: Limits) -> tuple[Outcome, int | None, int | N
         return "infra", None, None, "cancelled"
     if facts.stdout_cut or facts.stderr_cut or facts.killed == "output":
         return "output", None, None, f"more than {limits.output_bytes} bytes of output"
-    if facts.oom_kills:
+    if facts.oom_kills or facts.killed == "memory":
         return "memory", None, signal.SIGKILL, f"more than {limits.memory_bytes} bytes of memory"
     if facts.killed == "cpu" or facts.cpu_s > limits.cpu_s:
         return "timeout", None, None, f"more than {limits.cpu_s:g} s of cpu time"
@@ -78,8 +84,8 @@ def classify(facts: Facts, limits: Limits) -> tuple[Outcome, int | None, int | N
 
 def refused_memory(stderr: bytes) -> bool:
     """Whether stderr ends with a runtime's report of a refused allocation."""
-    tail = [line for line in stderr[-4096:].splitlines() if line.strip()][-3:]
-    return any(line.startswith(OUT_OF_MEMORY) for line in tail)
+    lines = [line for line in stderr[-16384:].splitlines() if line.strip()]
+    return any(line.startswith(LAST_WORDS) for line in lines[-3:]) or any(line.startswith(WORDS) for line in lines)
 
 
 def signal_name(number: int) -> str:

@@ -55,10 +55,10 @@ def jails(request: pytest.FixtureRequest) -> Jails:
 
 @dataclass(frozen=True)
 class Attack:
-    """A hostile program, the outcome it must get, and what its output must be (None: anything)."""
+    """A hostile program, the outcome it must get (None: see the test), and what its output must be (None: anything)."""
 
     source: str
-    outcome: str = "ok"
+    outcome: str | None = "ok"
     says: bytes | None = None
     language: str = "python"
     limits: Mapping[str, Any] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Batch:
                 attack.language,
                 {LANGUAGES[attack.language].entry: attack.source.replace("@CANARY@", str(canary)).encode()},
                 list(attack.tests),
-                Limits(**{"wall_s": 3.0, "cpu_s": 0.6, "memory_bytes": 128 << 20, "pids": 24, **attack.limits}),
+                Limits(**{"wall_s": 3.0, "cpu_s": 0.4, "memory_bytes": 128 << 20, "pids": 24, **attack.limits}),
                 mode=mode,
             )
             for name, attack in attacks.items()
@@ -115,7 +115,7 @@ class Batch:
         self.canary = canary.read_bytes()
 
 
-@pytest.fixture(params=["root-fresh", "root-fork", "user-fresh", "user-fork"], scope="module")
+@pytest.fixture(scope="module")
 def batch(request: pytest.FixtureRequest) -> Iterator[Batch]:
     """The module's `ATTACKS`, run as root and as an ordinary user, in a jail each and in warm jails."""
     identity, mode = request.param.split("-")
@@ -126,7 +126,10 @@ def batch(request: pytest.FixtureRequest) -> Iterator[Batch]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`attack` takes the names of the module's `ATTACKS`."""
+    """`attack` takes the names of the module's `ATTACKS`; `batch` all configurations, or the module's own."""
+    if "batch" in metafunc.fixturenames:
+        every = ["root-fresh", "root-fork", "user-fresh", "user-fork"]
+        metafunc.parametrize("batch", getattr(metafunc.module, "CONFIGURATIONS", every), indirect=True, scope="module")
     if "attack" in metafunc.fixturenames:
         metafunc.parametrize("attack", list(metafunc.module.ATTACKS))
 

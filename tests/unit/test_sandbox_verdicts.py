@@ -52,7 +52,7 @@ FACTS = st.builds(
     wall_s=st.floats(0, 10),
     peak_bytes=st.none() | st.integers(0, 1 << 40),
     oom_kills=st.integers(0, 3),
-    killed=st.sampled_from([None, "wall", "cpu", "output", "cancel"]),
+    killed=st.sampled_from([None, "wall", "cpu", "memory", "output", "cancel"]),
     failure=st.sampled_from(["", "jail failed"]),
 )
 
