@@ -58,6 +58,8 @@ class Channel(Generic[T]):
         "_released_messages",
         "_resend_at",
         "_resend_s",
+        "_told",
+        "_told_bytes",
         "_wait_s",
         "_window",
         "ack_due",
@@ -104,6 +106,8 @@ class Channel(Generic[T]):
         self._gap = False
         self.ack_due = False
         self._refresh_at = float("inf")
+        self._told = 0  # limits in our last acknowledgement
+        self._told_bytes = 0
 
     # ------------------------------------------------------------ sending
 
@@ -128,16 +132,17 @@ class Channel(Generic[T]):
         return self.sent < self.limit_messages and self.sent_bytes + size <= self.limit_bytes
 
     def send(self, message: T, size: int, now: float) -> int:
-        """Take `message` into the window; its sequence. The caller asked `may_send` and transmits it."""
-        if not self.may_send(size):
-            raise AssertionError(f"send of {size} bytes beyond the peer's credit")
-        if not self._window:
+        """Take `message` into the window; its sequence, for the caller to transmit. 0 if there is no credit for it."""
+        sequence, total = self.sent + 1, self.sent_bytes + size
+        if sequence > self.limit_messages or total > self.limit_bytes:
+            return 0
+        window = self._window
+        if not window:
             self._wait_s = self._resend_s
             self._resend_at = now + self._wait_s
-        self.sent += 1
-        self.sent_bytes += size
-        self._window.append((message, size))
-        return self.sent
+        self.sent, self.sent_bytes = sequence, total
+        window.append((message, size))
+        return sequence
 
     def on_ack(self, ack: Ack, now: float) -> bool:
         """Take an acknowledgement; True if everything in the window must go out again (`resend`).
@@ -242,9 +247,20 @@ class Channel(Generic[T]):
         self._released_bytes += size
         self.ack_due = True
 
+    @property
+    def ack_urgent(self) -> bool:
+        """True if an acknowledgement is due that should not wait for more to join it: it answers a hole, or an eighth of
+        the window hangs on it."""
+        return self.ack_due and (
+            self._gap
+            or (self.allowed_messages - self._told) * 8 >= self.window_messages
+            or (self.allowed_bytes - self._told_bytes) * 8 >= self.window_bytes
+        )
+
     def take_ack(self, now: float) -> Ack:
         """The acknowledgement to send now; clears `ack_due`."""
         gap, self._gap = self._gap, False
         self.ack_due = False
         self._refresh_at = now + REFRESH_S
-        return Ack(self.acknowledged, self.allowed_messages, self.allowed_bytes, gap)
+        self._told, self._told_bytes = self.allowed_messages, self.allowed_bytes
+        return Ack(self.acknowledged, self._told, self._told_bytes, gap)

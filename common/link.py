@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 from temper.common.sockets import Socket
 from temper.common.wire import FRAME_LIMIT
+from zmq.backend import Socket as BackendSocket
 
 NOBLOCK = int(zmq.NOBLOCK)
 MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -21,15 +22,22 @@ EVENTS = int(zmq.EVENTS)
 POLLIN = int(zmq.POLLIN)
 COPY_BELOW_BYTES = 64 * 1024  # smaller frames are copied: keeping one would pin the buffer that it came in
 
+# Without pyzmq's Python layer above them: half the cost of a part.
+_receive: Callable[[Any, int, bool], Any] = BackendSocket.recv
+_send: Callable[[Any, Any, int, bool], Any] = BackendSocket.send
+
+PARTS_KEPT = FRAME_LIMIT + 4
+
 Part = Any  # bytes or zmq.Frame
 
 
 class Link:
-    """`drain` is called when messages may wait; it calls `receive` until None and returns True if it stopped early."""
+    """`drain` is called when messages may wait; it calls `receive` until None or for a bounded while."""
 
-    def __init__(self, socket: Socket, drain: Callable[[], bool]) -> None:
+    def __init__(self, socket: Socket, drain: Callable[[], None]) -> None:
         self.socket = socket
         self._drain = drain
+        self._routed = socket.getsockopt(zmq.TYPE) == zmq.ROUTER
         self._loop = asyncio.get_running_loop()
         self._scheduled = False
         self._in_turn = False
@@ -37,47 +45,47 @@ class Link:
         self._open = True
         self._last: Any = None
         self._loop.add_reader(self._descriptor, self._turn)
-        self.wake()
+        self._look()
 
-    def wake(self) -> None:
-        """Have a turn soon, whatever the descriptor says."""
-        if self._open and not self._scheduled:
+    def _look(self) -> None:
+        """Look for messages soon, whatever the descriptor says."""
+        if not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self._scheduled_turn)
+            self._loop.call_soon(self._looked)
 
-    def _scheduled_turn(self) -> None:
+    def _looked(self) -> None:
         self._scheduled = False
-        self._turn()
+        if self._open and int(self.socket.getsockopt(EVENTS)) & POLLIN:
+            self._turn()
 
     def _turn(self) -> None:
         if not self._open:
             return
         self._in_turn = True
         try:
-            more = self._drain()
+            self._drain()
         finally:
             self._in_turn = False
-            if self._open and (self._pending() or more):
-                self.wake()
+            self._look()
 
-    def _pending(self) -> bool:
-        return bool(int(self.socket.getsockopt(EVENTS)) & POLLIN)
-
-    def receive(self, most: int = FRAME_LIMIT + 3) -> list[Part] | None:
-        """The parts of the next message, or None. A message of more than `most` parts is cut to `most` + 1 of them.
+    def receive(self) -> list[Part] | None:
+        """The parts of the next message, or None. Too many parts (a violation) are cut to a few beyond the limit.
 
         Parts of 64 KiB and more are frames that own their memory, smaller ones bytes.
         """
-        receive = self.socket.recv
+        socket = self.socket
+        parts: list[Part] = []
         try:
-            frame: Any = receive(NOBLOCK, copy=False)
+            if self._routed:
+                parts.append(_receive(socket, NOBLOCK, True))  # a routing id, which another part always follows
+            while True:
+                frame = _receive(socket, NOBLOCK, False)
+                if len(parts) < PARTS_KEPT:
+                    parts.append(frame.bytes if len(frame) < COPY_BELOW_BYTES else frame)
+                if not frame.more:
+                    break
         except zmq.Again:
             return None
-        parts: list[Part] = [frame.bytes if len(frame) < COPY_BELOW_BYTES else frame]
-        while frame.more:
-            frame = receive(NOBLOCK, copy=False)
-            if len(parts) <= most:
-                parts.append(frame.bytes if len(frame) < COPY_BELOW_BYTES else frame)
         self._last = frame
         return parts
 
@@ -88,26 +96,35 @@ class Link:
         except zmq.ZMQError:
             return ""
 
-    def send(self, parts: Sequence[Part]) -> bool:
-        """Send without blocking; False if the peer is not there or its pipe is full. Large parts are not copied."""
-        send = self.socket.send
-        last = len(parts) - 1
+    def send(self, peer: bytes, header: bytes, meta: bytes, frames: Sequence[Part]) -> bool:
+        """Send one message without blocking; False if the peer is not there or its pipe is full.
+
+        `peer` is a routing id, empty on a DEALER. Frames of 64 KiB and more are not copied.
+        """
+        if not self._in_turn and not self._scheduled:
+            self._look()  # a send may swallow the edge
+        socket = self.socket
         try:
-            for index, part in enumerate(parts):
-                flags = MORE if index < last else NOBLOCK
-                if isinstance(part, bytes) and len(part) < COPY_BELOW_BYTES:
-                    send(part, flags)
+            if peer:
+                _send(socket, peer, MORE, True)
+            _send(socket, header, MORE, True)
+            if not frames:
+                _send(socket, meta, NOBLOCK, True)
+                return True
+            _send(socket, meta, MORE, True)
+            last = len(frames) - 1
+            for index, frame in enumerate(frames):
+                copy = type(frame) is bytes and len(frame) < COPY_BELOW_BYTES
+                if copy:
+                    _send(socket, frame, MORE if index < last else NOBLOCK, True)
                 else:
-                    send(part, flags, copy=False)
+                    self.socket.send(frame, MORE if index < last else NOBLOCK, copy=False)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 return False
             raise
-        finally:
-            if not self._in_turn and self._open and self._pending():
-                self.wake()
         return True
 
     def close(self) -> None:

@@ -29,10 +29,10 @@ from temper.common.keys import PeerKeys
 from temper.common.link import Link
 from temper.common.log import log
 from temper.common.schema import Ack, Body, Goodbye, Heartbeat, Hello, Refused, State, Version, Welcome
-from temper.common.session import Outgoing, Session, check, check_kind, decode
+from temper.common.session import Session, check, check_kind, decode, outgoing
 from temper.common.sockets import SocketKind, connect, new_epoch, parse_address, routing_id
 from temper.common.waiting import first, wait_for
-from temper.common.wire import Header, pack_meta
+from temper.common.wire import pack_meta
 
 B = TypeVar("B", bound=Body)
 Handler = Callable[[Any, list[memoryview]], None]
@@ -40,6 +40,7 @@ Handler = Callable[[Any, list[memoryview]], None]
 HELLO_S = 0.1
 HEARTBEAT_S = 1.0
 SILENCE_S = 30.0
+ACKNOWLEDGE_S = 0.002
 REDIAL_S = 3.0
 TURN_MESSAGES = 256
 TURN_BYTES = 32 * 1024 * 1024
@@ -71,6 +72,7 @@ class _Side:
         self.session = Session(self.link, b"", peer.epoch, Channel(*peer.window))
         self.welcome: Welcome | None = None
         self.broker_epoch = 0
+        self._acknowledging = False
         self.heard_at = time.monotonic()
 
     def redial(self) -> None:
@@ -98,7 +100,7 @@ class _Side:
         self.link.close()
         self.socket.close(linger=200)
 
-    def _drain(self) -> bool:
+    def _drain(self) -> None:
         count = size = 0
         while count < TURN_MESSAGES and size < TURN_BYTES and not self._peer.over:
             parts = self.link.receive()
@@ -111,41 +113,50 @@ class _Side:
                 self._peer.lose(ProtocolError(f"the broker at {self._peer.address} sent something malformed: {error}"))
             except Exception as error:
                 self._peer.lose(error)
-        if self.broker_epoch:
-            self.session.acknowledge(time.monotonic())
+        if self.broker_epoch and self.session.channel.ack_due:
+            self._acknowledge_soon()
         if self.session.settled:
             self._peer.settled()
-        return count >= TURN_MESSAGES or size >= TURN_BYTES
+
+    def _acknowledge_soon(self) -> None:
+        """Acknowledge now if that is urgent, else within `ACKNOWLEDGE_S`, so that one answers for many messages."""
+        if self.session.channel.ack_urgent:
+            self.session.acknowledge(time.monotonic())
+        elif not self._acknowledging:
+            self._acknowledging = True
+            asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._acknowledge)
+
+    def _acknowledge(self) -> None:
+        self._acknowledging = False
+        if not self._peer.over:
+            self.session.acknowledge(time.monotonic())
 
     def _take(self, parts: list[Any]) -> int:
-        header = check(parts)
-        kind = check_kind(header, self.kind == "bulk")
+        number, _, _, epoch, sequence, size = check(parts, 0)
+        kind = check_kind(number, sequence, self.kind == "bulk")
         now = time.monotonic()
         if kind is Welcome:
-            self._welcomed(decode(Welcome, parts[1]), header, now)
+            self._welcomed(decode(Welcome, parts[1]), epoch, now)
         elif kind is Refused:
             self._refused(decode(Refused, parts[1]))
-        elif header.epoch != self.broker_epoch:
-            return header.size  # left over from a broker that is gone
+        elif epoch != self.broker_epoch:
+            return size  # left over from a broker that is gone
         elif kind is Ack:
-            ack = decode(Ack, parts[1])
-            assert isinstance(ack, Ack)
-            self.session.on_ack(ack, now)
-        elif header.sequence == 0 or self.session.channel.arrive(header.sequence, header.size) is DELIVER:
+            self.session.on_ack(decode(Ack, parts[1]), now)
+        elif sequence == 0 or self.session.channel.arrive(sequence, size) is DELIVER:
             self._peer.handle(decode(kind, parts[1]), [memoryview(part) for part in parts[2:]])
-            if header.sequence:
-                self.session.channel.acknowledge(header.sequence)
+            if sequence:
+                self.session.channel.acknowledge(sequence)
         self.heard_at = now
-        return header.size
+        return size
 
-    def _welcomed(self, welcome: Body, header: Header, now: float) -> None:
-        assert isinstance(welcome, Welcome)
+    def _welcomed(self, welcome: Welcome, epoch: int, now: float) -> None:
         channel = self.session.channel
-        if header.epoch == self.broker_epoch:  # an answer to a repeated hello
+        if epoch == self.broker_epoch:  # an answer to a repeated hello
             self.session.on_ack(Ack(welcome.received, welcome.limit_messages, welcome.limit_bytes), now)
         else:
             again = self.broker_epoch != 0
-            self.broker_epoch = header.epoch
+            self.broker_epoch = epoch
             self.session.restart(welcome.limit_messages, welcome.limit_bytes, now)
             if again:
                 self._peer.resynced(self, welcome)
@@ -153,8 +164,7 @@ class _Side:
         self.welcome = welcome
         self._peer.welcomed()
 
-    def _refused(self, refused: Body) -> None:
-        assert isinstance(refused, Refused)
+    def _refused(self, refused: Refused) -> None:
         if refused.code == "hello":
             self.greet()  # a new broker, which does not know us
         else:
@@ -233,7 +243,7 @@ class Peer:
         if not body.RELIABLE:
             side.session.transient(body, frames, version)
             return
-        message = Outgoing(body.KIND, pack_meta(body), frames, version)
+        message = outgoing(body.KIND, pack_meta(body), frames, version)
         if side.session.reliable(message, time.monotonic(), bounded=False):
             return
         message.waiter = self._loop.create_future()
@@ -247,7 +257,7 @@ class Peer:
         side = self._side(body)
         if not body.RELIABLE:
             return side.session.transient(body, frames, version)
-        side.session.reliable(Outgoing(body.KIND, pack_meta(body), frames, version), time.monotonic())
+        side.session.reliable(outgoing(body.KIND, pack_meta(body), frames, version), time.monotonic())
         return True
 
     async def flush(self, timeout_s: float) -> None:

@@ -33,8 +33,8 @@ from temper.common.credit import DELIVER, WINDOW_BYTES, WINDOW_MESSAGES, Channel
 from temper.common.errors import ProtocolError
 from temper.common.keys import BrokerKeys
 from temper.common.link import Link
-from temper.common.schema import Ack, Body, Heartbeat, Hello, Refused, State, Version, Welcome
-from temper.common.session import Backlogged, Outgoing, Session, check, check_kind, decode
+from temper.common.schema import BODIES, Ack, Body, Heartbeat, Hello, Refused, State, Version, Welcome
+from temper.common.session import Backlogged, Fields, Outgoing, Session, check, check_kind, decode, outgoing
 from temper.common.sockets import SocketKind, bind, new_epoch, parse_address
 from temper.common.wire import Header, pack_meta
 
@@ -48,39 +48,35 @@ PEERS = 4096
 CLOSED_REMEMBERED = 4096
 
 
-class Delivery:
+class Delivery(msgspec.Struct, eq=False, gc=False):
     """One message. `frames` are bytes or, from 64 KiB on, zmq.Frames (buffer protocol), as they came.
 
     `body` is decoded and checked already, except for the Router's `lazy` kinds: there it is decoded on first use and
-    may raise ProtocolError (then call `refuse`). `sequence` is 0 for transient messages, which need no acknowledgement.
+    may raise ProtocolError (then call `refuse`). `kind`, `sequence` and `size` are the header's; `sequence` is 0 for
+    transient messages, which need no acknowledgement.
     """
 
-    __slots__ = ("_body", "frames", "header", "peer", "raw_meta", "type")
-
-    def __init__(self, peer: PeerId, kind: type[Body], header: Header, raw_meta: bytes, frames: list[Any]) -> None:
-        self.peer = peer
-        self.type = kind
-        self.header = header
-        self.raw_meta = raw_meta
-        self.frames = frames
-        self._body: Body | None = None
+    peer: PeerId
+    type: type[Body]
+    fields: Fields
+    kind: int
+    sequence: int
+    size: int
+    raw_meta: bytes
+    frames: list[Any]
+    decoded: Body | None = None
 
     @property
     def body(self) -> Any:
         """The typed body."""
-        if self._body is None:
-            self._body = decode(self.type, self.raw_meta)
-        return self._body
+        if self.decoded is None:
+            self.decoded = decode(self.type, self.raw_meta)
+        return self.decoded
 
     @property
-    def kind(self) -> int:
-        """The number of its kind."""
-        return self.header.kind
-
-    @property
-    def sequence(self) -> int:
-        """What to acknowledge; 0 for a transient message."""
-        return self.header.sequence
+    def header(self) -> Header:
+        """The header as it came."""
+        return Header(*self.fields)
 
 
 class _Remote:
@@ -122,6 +118,8 @@ class Router:
         EnvironmentFault if the place is taken, ConfigError for TCP without keys.
         """
         self.kind = kind
+        self._bulk = kind == "bulk"
+        self._reliable_kinds = {n: b for n, b in BODIES.items() if b.RELIABLE and self._bulk == b.BULK}
         self.epoch = epoch or new_epoch()
         self._on_batch = on_batch
         self._on_closed = on_closed
@@ -168,12 +166,19 @@ class Router:
             return False
         if not body.RELIABLE:
             return remote.session.transient(body, frames, version)
-        return self._reliable(remote, Outgoing(body.KIND, pack_meta(body), frames, version))
+        return self.forward(peer, body.KIND, pack_meta(body), frames, version)
 
     def forward(self, peer: PeerId, kind: int, raw_meta: bytes, frames: Sequence[Any], version: int = 0) -> bool:
         """`send` for a reliable message that is encoded already, for example one just delivered."""
         remote = self._peers.get(peer)
-        return remote is not None and self._reliable(remote, Outgoing(kind, raw_meta, frames, version))
+        if remote is None:
+            return False
+        try:
+            remote.session.reliable(outgoing(kind, raw_meta, frames, version), self._loop.time())
+        except Backlogged as error:
+            self.refuse(peer, "overflow", str(error))
+            return False
+        return True
 
     def acknowledge(self, peer: PeerId, sequence: int, release: bool = True) -> None:
         """Everything from `peer` up to `sequence` is taken and as durable as it must be. Sent once a loop turn.
@@ -247,18 +252,19 @@ class Router:
 
     # ------------------------------------------------------------ receiving
 
-    def _drain(self) -> bool:
+    def _drain(self) -> None:
         batch: list[Delivery] = []
         now = self._loop.time()
         count = size = 0
+        receive, take = self._link.receive, self._take
         self._receiving = True
         try:
             while count < TURN_MESSAGES and size < TURN_BYTES:
-                parts = self._link.receive()
+                parts = receive()
                 if parts is None:
                     break
                 count += 1
-                size += self._take(parts, batch, now)
+                size += take(parts, batch, now)
         finally:
             self._receiving = False
         if batch:
@@ -266,57 +272,50 @@ class Router:
         while self._closures:
             self._on_closed(*self._closures.pop(0))
         self._flush()
-        return count >= TURN_MESSAGES or size >= TURN_BYTES
 
     def _take(self, parts: list[Any], batch: list[Delivery], now: float) -> int:
-        peer = bytes(parts[0])
-        if peer in self._closed:
+        peer: PeerId = parts[0]
+        remote = self._peers.get(peer)
+        if remote is None and peer in self._closed:
             self._answer(peer, self._closed[peer])
             return 0
-        remote = self._peers.get(peer)
         try:
-            header = check(parts[1:])
-            kind = check_kind(header, self.kind == "bulk")
+            fields = check(parts, 1)
+            number, _, _, epoch, sequence, size = fields
+            kind = self._reliable_kinds.get(number) if sequence else None
+            if kind is None:
+                kind = check_kind(number, sequence, self._bulk)
             if kind is Hello:
-                self._greet(peer, remote, header, parts, now)
+                self._greet(peer, remote, epoch, decode(Hello, parts[2]), now)
             elif remote is None:
                 self._answer(peer, Refused("hello", "unknown peer: say hello first"))
-            elif header.epoch != remote.epoch:
-                raise ProtocolError(f"epoch {header.epoch}, but this peer said hello with {remote.epoch}")
+            elif epoch != remote.epoch:
+                raise ProtocolError(f"epoch {epoch}, but this peer said hello with {remote.epoch}")
             else:
                 remote.heard_at = now
-                self._deliver(remote, kind, header, parts, batch)
-            return header.size
+                if kind is Ack:
+                    if remote.session.on_ack(decode(Ack, parts[2]), now) and self._on_room is not None:
+                        self._on_room(peer)
+                    return size
+                delivery = Delivery(peer, kind, fields, number, sequence, size, parts[2], parts[3:])
+                if number not in self._lazy:
+                    _ = delivery.body  # malformed bodies end here
+                if sequence and remote.session.channel.arrive(sequence, size) is not DELIVER:
+                    self._owe(remote)
+                else:
+                    batch.append(delivery)
+            return size
         except ProtocolError as error:
             self.refuse(peer, "malformed", str(error))
             return 0
 
-    def _deliver(
-        self, remote: _Remote, kind: type[Body], header: Header, parts: list[Any], batch: list[Delivery]
-    ) -> None:
-        if kind is Ack:
-            ack = decode(Ack, parts[2])
-            assert isinstance(ack, Ack)
-            if remote.session.on_ack(ack, remote.heard_at) and self._on_room is not None:
-                self._on_room(remote.id)
-            return
-        delivery = Delivery(remote.id, kind, header, bytes(parts[2]), parts[3:])
-        if header.kind not in self._lazy:
-            _ = delivery.body  # malformed bodies end here
-        if header.sequence and remote.session.channel.arrive(header.sequence, header.size) is not DELIVER:
-            self._owe(remote)
-            return
-        batch.append(delivery)
-
-    def _greet(self, peer: PeerId, known: _Remote | None, header: Header, parts: list[Any], now: float) -> None:
-        hello = decode(Hello, parts[2])
-        assert isinstance(hello, Hello)
-        if known is not None and known.epoch == header.epoch:
+    def _greet(self, peer: PeerId, known: _Remote | None, epoch: int, hello: Hello, now: float) -> None:
+        if known is not None and known.epoch == epoch:
             known.heard_at = now
             known.session.transient(self._welcome_of(known))
             return
         if known is not None:
-            raise ProtocolError(f"hello with epoch {header.epoch} on a connection that has epoch {known.epoch}")
+            raise ProtocolError(f"hello with epoch {epoch} on a connection that has epoch {known.epoch}")
         if len(self._peers) >= PEERS:
             self.refuse(peer, "overflow", f"the broker serves {PEERS} peers already")
             return
@@ -327,7 +326,7 @@ class Router:
         channel: Channel[Outgoing] = Channel(*self._window)
         channel.grant(hello.limit_messages, hello.limit_bytes)
         session = Session(self._link, peer, self.epoch, channel)
-        remote = _Remote(session, header.epoch, hello, answer, self._link.user() if self._keys else "")
+        remote = _Remote(session, epoch, hello, answer, self._link.user() if self._keys else "")
         remote.heard_at = now
         self._peers[peer] = remote
         session.transient(self._welcome_of(remote))
@@ -342,14 +341,6 @@ class Router:
         )
 
     # ------------------------------------------------------------ sending
-
-    def _reliable(self, remote: _Remote, message: Outgoing) -> bool:
-        try:
-            remote.session.reliable(message, self._loop.time())
-        except Backlogged as error:
-            self.refuse(remote.id, "overflow", str(error))
-            return False
-        return True
 
     def _answer(self, peer: PeerId, refused: Refused) -> None:
         """Answer somebody without a session, at most once a tick."""

@@ -10,24 +10,25 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from temper.common.credit import DELIVER, Channel
+import msgspec
+from temper.common.credit import Channel
 from temper.common.errors import ProtocolError, TemperError
 from temper.common.link import Link
 from temper.common.schema import BODIES, Ack, Body
 from temper.common.wire import (
     FRAME_LIMIT,
     FRAME_LIMIT_BYTES,
-    HEADER_BYTES,
     META_LIMIT_BYTES,
-    Header,
     nbytes,
-    pack_header,
+    pack_fields,
     pack_meta,
-    unpack_header,
+    unpack_fields,
     unpack_meta,
 )
+
+B = TypeVar("B", bound=Body)
 
 QUEUE_MESSAGES = 65_536
 QUEUE_BYTES = 256 * 1024 * 1024
@@ -39,39 +40,40 @@ class Backlogged(TemperError):
     exit_code = 3
 
 
-class Outgoing:
+class Outgoing(msgspec.Struct, eq=False, gc=False):
     """A message on its way; `waiter` is completed when it enters the resend window."""
 
-    __slots__ = ("frames", "kind", "meta", "size", "version", "waiter")
+    kind: int
+    meta: bytes
+    frames: Sequence[Any]
+    version: int
+    size: int
+    waiter: asyncio.Future[None] | None = None
 
-    def __init__(self, kind: int, meta: bytes, frames: Sequence[Any], version: int) -> None:
-        if len(meta) > META_LIMIT_BYTES:
-            raise ProtocolError(f"meta of {len(meta)} bytes, at most {META_LIMIT_BYTES}: put large values into frames")
-        if len(frames) > FRAME_LIMIT:
-            raise ProtocolError(f"{len(frames)} frames, at most {FRAME_LIMIT}")
-        size = len(meta)
-        for frame in frames:
-            n = nbytes(frame)
-            if n > FRAME_LIMIT_BYTES:
-                raise ProtocolError(f"frame of {n} bytes, at most {FRAME_LIMIT_BYTES}: split it")
-            size += n
-        self.kind = kind
-        self.meta = meta
-        self.frames = frames
-        self.size = size
-        self.version = version
-        self.waiter: asyncio.Future[None] | None = None
+
+def outgoing(kind: int, meta: bytes, frames: Sequence[Any], version: int) -> Outgoing:
+    """A message within the protocol's limits; ProtocolError if it exceeds them."""
+    size = len(meta)
+    if size > META_LIMIT_BYTES:
+        raise ProtocolError(f"meta of {size} bytes, at most {META_LIMIT_BYTES}: put large values into frames")
+    if len(frames) > FRAME_LIMIT:
+        raise ProtocolError(f"{len(frames)} frames, at most {FRAME_LIMIT}")
+    for frame in frames:
+        n = len(frame) if type(frame) is bytes else nbytes(frame)
+        if n > FRAME_LIMIT_BYTES:
+            raise ProtocolError(f"frame of {n} bytes, at most {FRAME_LIMIT_BYTES}: split it")
+        size += n
+    return Outgoing(kind, meta, frames, version, size)
 
 
 class Session:
     """`peer` is the routing id on a ROUTER, empty on a DEALER; `epoch` this process's incarnation."""
 
-    __slots__ = ("_link", "_prefix", "_queue", "channel", "epoch", "peer", "queued_bytes")
+    __slots__ = ("_link", "_queue", "channel", "epoch", "peer", "queued_bytes")
 
     def __init__(self, link: Link, peer: bytes, epoch: int, channel: Channel[Outgoing]) -> None:
         self._link = link
         self.peer = peer
-        self._prefix = (peer,) if peer else ()
         self.epoch = epoch
         self.channel = channel
         self._queue: deque[Outgoing] = deque()
@@ -93,7 +95,7 @@ class Session:
 
     def transient(self, body: Body, frames: Sequence[Any] = (), version: int = 0) -> bool:
         """Send once, unreliably (sequence 0); False if it could not leave now."""
-        return self._transmit(0, Outgoing(body.KIND, pack_meta(body), frames, version))
+        return self._transmit(0, outgoing(body.KIND, pack_meta(body), frames, version))
 
     def reliable(self, message: Outgoing, now: float, *, bounded: bool = True) -> bool:
         """Send `message`, or queue it behind what waits for credit. True if it is in the window already.
@@ -105,8 +107,8 @@ class Session:
             raise ProtocolError(
                 f"message of {message.size} bytes, but the peer takes at most {channel.largest_bytes} at once: split it"
             )
-        if not self._queue and channel.may_send(message.size):
-            self._transmit(channel.send(message, message.size, now), message)
+        if not self._queue and (sequence := channel.send(message, message.size, now)):
+            self._transmit(sequence, message)
             return True
         if bounded and (len(self._queue) >= QUEUE_MESSAGES or self.queued_bytes + message.size > QUEUE_BYTES):
             raise Backlogged(
@@ -128,10 +130,11 @@ class Session:
             if waiter is not None and waiter.done():  # its sender gave up
                 self._drop_first()
                 continue
-            if not channel.may_send(message.size):
+            sequence = channel.send(message, message.size, now)
+            if not sequence:
                 return False
             self._drop_first()
-            self._transmit(channel.send(message, message.size, now), message)
+            self._transmit(sequence, message)
             if waiter is not None:
                 message.waiter = None
                 waiter.set_result(None)
@@ -176,45 +179,45 @@ class Session:
         self.queued_bytes = 0
 
     def _transmit(self, sequence: int, message: Outgoing) -> bool:
-        header = pack_header(Header(message.kind, 0, message.version, self.epoch, sequence, message.size))
-        return self._link.send((*self._prefix, header, message.meta, *message.frames))
+        header = pack_fields(message.kind, 0, message.version, self.epoch, sequence, message.size)
+        return self._link.send(self.peer, header, message.meta, message.frames)
 
 
-def check(parts: Sequence[Any]) -> Header:
-    """The header of a received message (routing id removed), every size checked; ProtocolError if anything is off."""
-    if not 2 <= len(parts) <= 2 + FRAME_LIMIT:
-        raise ProtocolError(f"{len(parts)} frames, expected 2 to {2 + FRAME_LIMIT}")
-    if len(parts[0]) != HEADER_BYTES:
-        raise ProtocolError(f"header of {len(parts[0])} bytes, expected {HEADER_BYTES}")
-    header = unpack_header(parts[0])
-    if len(parts[1]) > META_LIMIT_BYTES:
-        raise ProtocolError(f"meta of {len(parts[1])} bytes, at most {META_LIMIT_BYTES}")
-    size = 0
-    for part in parts[1:]:
-        size += len(part)
-    if size != header.size:
-        raise ProtocolError(f"{size} bytes after the header, which announced {header.size}")
-    return header
+Fields = tuple[int, int, int, int, int, int]  # kind, flags, version, epoch, sequence, size
 
 
-def check_kind(header: Header, bulk: bool) -> type[Body]:
+def check(parts: Sequence[Any], start: int) -> Fields:
+    """The header's fields of a received message, which begins at part `start`, every size checked; ProtocolError if
+    anything is off."""
+    count = len(parts) - start
+    if not 2 <= count <= 2 + FRAME_LIMIT:
+        raise ProtocolError(f"{count} frames, expected 2 to {2 + FRAME_LIMIT}")
+    fields = unpack_fields(parts[start])
+    size = len(parts[start + 1])
+    if size > META_LIMIT_BYTES:
+        raise ProtocolError(f"meta of {size} bytes, at most {META_LIMIT_BYTES}")
+    if count > 2:
+        size += sum(map(len, parts[start + 2 :]))
+    if size != fields[5]:
+        raise ProtocolError(f"{size} bytes after the header, which announced {fields[5]}")
+    return fields
+
+
+def check_kind(number: int, sequence: int, bulk: bool) -> type[Body]:
     """The body type of a message; ProtocolError for an unknown kind, the wrong socket or a sequence where none belongs."""
-    kind = BODIES.get(header.kind)
+    kind = BODIES.get(number)
     if kind is None:
-        raise ProtocolError(f"message of unknown kind {header.kind}: are both sides of the same version?")
+        raise ProtocolError(f"message of unknown kind {number}: are both sides of the same version?")
     if kind.RELIABLE:
         if bulk != kind.BULK:
             raise ProtocolError(f"{kind.__name__} came on the {'bulk' if bulk else 'control'} socket")
-        if header.sequence == 0:
+        if sequence == 0:
             raise ProtocolError(f"{kind.__name__} without a sequence number")
-    elif header.sequence != 0:
-        raise ProtocolError(f"{kind.__name__} with sequence number {header.sequence}, expected 0")
+    elif sequence != 0:
+        raise ProtocolError(f"{kind.__name__} with sequence number {sequence}, expected 0")
     return kind
 
 
-def decode(kind: type[Body], meta: Any) -> Body:
+def decode(kind: type[B], meta: bytes) -> B:
     """The validated body in `meta`."""
-    return unpack_meta(meta if isinstance(meta, bytes) else bytes(meta), kind)
-
-
-__all__ = ["DELIVER", "Backlogged", "Outgoing", "Session", "check", "check_kind", "decode"]
+    return unpack_meta(meta, kind)

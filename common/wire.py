@@ -23,6 +23,8 @@ FRAME_LIMIT = 64
 FRAME_LIMIT_BYTES = 16 * 1024 * 1024
 
 _HEADER = struct.Struct("<4sBBHIIQQ")
+_FIELDS = struct.Struct("<BHIIQQ")
+_PREFIX = MAGIC + bytes([PROTOCOL])
 HEADER_BYTES = _HEADER.size
 
 Frame = bytes | bytearray | memoryview
@@ -59,23 +61,31 @@ class Envelope:
     frames: list[memoryview]
 
 
-def pack_header(header: Header) -> bytes:
+def pack_fields(kind: int, flags: int, version: int, epoch: int, sequence: int, size: int) -> bytes:
     """The 32 bytes of a header, little-endian."""
-    return _HEADER.pack(
-        MAGIC, PROTOCOL, header.kind, header.flags, header.version, header.epoch, header.sequence, header.size
-    )
+    return _HEADER.pack(MAGIC, PROTOCOL, kind, flags, version, epoch, sequence, size)
+
+
+def pack_header(header: Header) -> bytes:
+    """`pack_fields` of a Header."""
+    return pack_fields(header.kind, header.flags, header.version, header.epoch, header.sequence, header.size)
 
 
 def unpack_header(data: bytes | memoryview) -> Header:
     """The header in `data`; ProtocolError if its length, magic or protocol number is not ours."""
+    return Header(*unpack_fields(data))
+
+
+def unpack_fields(data: bytes | memoryview) -> tuple[int, int, int, int, int, int]:
+    """(kind, flags, version, epoch, sequence, size) of a header, checked like `unpack_header`: the fast way."""
+    if len(data) == HEADER_BYTES and data[:5] == _PREFIX:
+        return _FIELDS.unpack_from(data, 5)
     if len(data) != HEADER_BYTES:
         raise ProtocolError(f"header of {len(data)} bytes, expected {HEADER_BYTES}")
-    magic, protocol, kind, flags, version, epoch, sequence, size = _HEADER.unpack(data)
+    magic, protocol = bytes(data[:4]), data[4]
     if magic != MAGIC:
         raise ProtocolError(f"magic {magic!r}, expected {MAGIC!r}: the peer does not speak Temper's protocol")
-    if protocol != PROTOCOL:
-        raise ProtocolError(f"protocol {protocol}, this process speaks {PROTOCOL}: install the same version on both")
-    return Header(kind, flags, version, epoch, sequence, size)
+    raise ProtocolError(f"protocol {protocol}, this process speaks {PROTOCOL}: install the same version on both")
 
 
 def nbytes(frame: Any) -> int:
