@@ -49,8 +49,10 @@ class StatusClient:
             raise PeerLost(f"the broker at {self.address} is gone: {self._peer.fault}")
         raise PeerLost(f"the broker at {self.address} did not answer a status request within {timeout_s:g} s")
 
-    async def close(self) -> None:
-        """Say goodbye."""
+    async def close(self, *, goodbye: bool = True) -> None:
+        """Close; without a goodbye where the broker may be gone, so that nothing waits for it."""
+        if not goodbye:
+            self._peer.lose(PeerLost("closed"))
         await self._peer.close("status done", 0)
 
     def _report(self, body: StatusReport, frames: list[memoryview]) -> None:

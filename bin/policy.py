@@ -24,6 +24,7 @@ ESSENTIAL: frozenset[Role] = frozenset({"broker", "learner"})
 STOP_ORDER: tuple[Role, ...] = ("actor", "eval", "sandbox", "learner", "broker")
 RESTARTS = 3
 BACKOFF_S = (1.0, 3.0, 9.0)
+CLEAN_S = 5.0  # a clean exit may be the run's end, which the others tell a moment later
 STABLE_S = 30.0
 GRACE_S = 3.0
 ABORT_S = 2.0
@@ -112,7 +113,7 @@ class Policy:
         self.run_over = False  # the learner has announced the end: clean exits are expected
         self.ending: Ending | None = None
         self._stop_from: float | None = None  # when the staged stop may begin
-        self._missing_learner_at: float | None = None  # broker left cleanly: the learner has until then
+        self._missing_learner_at: float | None = None  # the broker left cleanly: the learner has until then
 
     # ---------------------------------------------------------------- events
 
@@ -149,7 +150,9 @@ class Policy:
             self._forget_restarts()
             return []
         if child.role == "broker" and code == 0 and child.was_ready:
-            self._missing_learner_at = now + GRACE_S
+            self.run_over = True  # it leaves by itself only when the run is over; the learner may need a while to go
+            self._missing_learner_at = now + self.drain_timeout_s
+            self._forget_restarts()
             return []
         if self.run_over and code == 0:
             return []
@@ -160,7 +163,7 @@ class Policy:
         child.failures = 1 if stable else child.failures + 1
         if child.failures > RESTARTS:
             return self._give_up(child, code, now)
-        delay = BACKOFF_S[child.failures - 1]
+        delay = BACKOFF_S[child.failures - 1] if code else max(BACKOFF_S[child.failures - 1], CLEAN_S)
         child.restart_at = now + delay
         return [
             Say(

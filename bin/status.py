@@ -63,8 +63,10 @@ def render(status: RunStatus) -> RenderableType:
 async def _show(address: str, key_file: str | None, timeout_s: float, *, once: bool, as_json: bool) -> None:
     client = StatusClient(address, key_file)
     console = Console()
+    answered = False
     try:
         await client.open(timeout_s)
+        answered = True
         if once:
             status = await client.fetch()
             if as_json:
@@ -81,7 +83,7 @@ async def _show(address: str, key_file: str | None, timeout_s: float, *, once: b
                 live.update(render(await client.fetch()), refresh=True)
                 await asyncio.sleep(REFRESH_S)
     finally:
-        await client.close()
+        await client.close(goodbye=answered)
 
 
 def newest_run(folder: Path = Path("runs")) -> Path:

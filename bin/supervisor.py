@@ -237,5 +237,4 @@ class Supervisor:
                 self.picture.take_status(None, time.monotonic())
                 await asyncio.sleep(STATUS_S)
             finally:
-                with contextlib.suppress(TemperError):
-                    await client.close()
+                await client.close(goodbye=self.policy.mode == "running" and not self.picture.stale)

@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from temper.common.log import clean
 from temper.common.reports import Progress, RunStatus
 
 WINDOW_S = 10.0
@@ -159,6 +160,11 @@ def facts(picture: Picture) -> list[tuple[str, str]]:
         rows.append(("queue", queue))
         jobs = f"{rate(picture.rates.of('jobs'))} jobs/s, {status.jobs_running} running, {status.jobs_queued} waiting"
         rows.append(("sandbox", jobs))
+        rows += [
+            (f"{peer.name} waits for", clean(peer.waiting_for))
+            for peer in status.peers
+            if peer.role == "learner" and peer.waiting_for
+        ]
     return rows
 
 

@@ -157,10 +157,23 @@ def test_clean_exits_after_the_end_are_no_failures() -> None:
     assert policy.ending.exit_code == 0
 
 
-def test_broker_that_leaves_before_the_learner_ends_the_run() -> None:
+def test_a_clean_end_that_the_supervisor_learns_of_in_any_order_starts_nothing_again() -> None:
+    policy = running()
+    policy.exited("sandbox-1", 0, 5.0)
+    policy.exited("eval-1", 0, 5.1)
+    policy.exited("broker", 0, 5.2)
+    policy.exited("actor-1", 0, 5.3)
+    assert of(policy.tick(15.0), Start) == []
+    policy.exited("learner", 0, 16.0)
+    assert policy.ending is not None
+    assert policy.ending.exit_code == 0
+
+
+def test_broker_that_leaves_for_good_before_the_learner_ends_the_run() -> None:
     policy = running()
     policy.exited("broker", 0, 5.0)
-    policy.tick(5.0 + GRACE_S)
+    assert policy.tick(24.9) == []
+    policy.tick(25.0)
     assert policy.ending is not None
     assert (policy.ending.exit_code, policy.mode) == (3, "aborting")
 
