@@ -86,8 +86,9 @@ def set_limits(cpu_s: float, address_bytes: int, file_bytes: int, processes: int
 
 
 def reset_signals() -> None:
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_IGN)  # as a Python of its own starts
+    """As an interpreter of its own starts."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -163,13 +164,11 @@ def child(request: tuple, fds: list[int], drop: Callable[[], None] | None) -> No
         os.chdir("/tmp")
         write_files([(os.fsdecode(name), content) for name, content in files])
         del files
-        reset_signals()
         set_limits(cpu_s, address_bytes, file_bytes, processes, descriptors)
         if kind == PYTHON:
+            reset_signals()
             code = run_python(os.path.join("/tmp", os.fsdecode(arguments[0])), [os.fsdecode(a) for a in arguments[1:]])
             finish(code)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         os.execve(arguments[0], arguments, os.environ)
     except BaseException as error:
         os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
@@ -347,12 +346,9 @@ class Pids:
 
 
 def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
-    for number in range(1, 65):
-        try:  # noqa: SIM105
-            signal.signal(number, signal.SIG_IGN)
-        except (OSError, ValueError):
-            pass
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel spares the first process of a pid namespace
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     warm_up(preload)
     os.umask(0o022)
     sock = _socket.socket(fileno=control_fd)
