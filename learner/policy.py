@@ -28,10 +28,10 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DeviceBucket:
-    queries: torch.Tensor | None  # i64[B*Q]; None: the range that starts at query_start
+    queries: torch.Tensor | None  # i64[B*Q]; None: the range that begins at start
     keys: torch.Tensor | None  # i64[B*K]; None: the same range as the queries
     mask: torch.Tensor | None  # bool[B, 1, Q, K]; None: causal
-    query_start: int
+    start: int
     shape: tuple[int, int, int]  # B, Q, K
 
 
@@ -44,15 +44,14 @@ class Tree:
 
 
 def _device_bucket(bucket: Bucket, device: torch.device) -> _DeviceBucket:
-    (size, q), k = bucket.queries.shape, bucket.keys.shape[1]
-    mask = bucket.mask()
-    return _DeviceBucket(
-        queries=None if bucket.query_start is not None else torch.from_numpy(bucket.queries.reshape(-1)).to(device),
-        keys=None if bucket.plain else torch.from_numpy(bucket.keys.reshape(-1)).to(device),
-        mask=None if mask is None else torch.from_numpy(mask)[:, None].to(device),
-        query_start=bucket.query_start or 0,
-        shape=(size, q, k),
-    )
+    (size, width), length = bucket.queries.shape, bucket.keys.shape[1]
+    queries = None if bucket.start is not None else torch.from_numpy(bucket.queries.reshape(-1)).to(device)
+    if bucket.keys is bucket.queries:
+        keys = queries
+    else:
+        keys = torch.from_numpy(bucket.keys.reshape(-1)).to(device)
+    mask = None if bucket.mask is None else torch.from_numpy(bucket.mask)[:, None].to(device)
+    return _DeviceBucket(queries, keys, mask, bucket.start or 0, (size, width, length))
 
 
 def tree_of(batch: Microbatch, device: torch.device) -> Tree:
@@ -86,9 +85,9 @@ def tree_attention(
     for bucket in tree.buckets:
         size, width, length = bucket.shape
         out = F.scaled_dot_product_attention(
-            _take(q, bucket.queries, bucket.query_start, size, width),
-            _take(k, bucket.keys, bucket.query_start, size, length),
-            _take(v, bucket.keys, bucket.query_start, size, length),
+            _take(q, bucket.queries, bucket.start, size, width),
+            _take(k, bucket.keys, bucket.start, size, length),
+            _take(v, bucket.keys, bucket.start, size, length),
             attn_mask=bucket.mask,
             is_causal=bucket.mask is None,
             scale=scaling,

@@ -73,14 +73,26 @@ def describe(sums: Sums, data: StepRows, groups: Sequence[GroupData], void: Mapp
 
 
 def _rewards(sums: Sums, data: StepRows) -> None:
-    for row, sample in enumerate(data.samples):
-        domain = data.groups[int(data.group[row])].domain
-        if data.scored[row]:
-            sums.add(member(names.LEARNER_REWARD, domain), float(data.reward[row]))
-            for component, value in sample.components.items():
-                sums.add(member(names.LEARNER_COMPONENT, f"{domain}.{component}"), float(value))
-        if sample.correct is not None:
-            sums.add(member(names.LEARNER_ACCURACY, domain), float(sample.correct))
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def take(name: str, value: float) -> None:
+        pair = found[name]
+        pair[0] += value
+        pair[1] += 1.0
+
+    row = 0
+    for group in data.groups:
+        reward, accuracy = member(names.LEARNER_REWARD, group.domain), member(names.LEARNER_ACCURACY, group.domain)
+        for sample in group.samples:
+            if data.scored[row]:
+                take(reward, float(data.reward[row]))
+                for component, value in sample.components.items():
+                    take(member(names.LEARNER_COMPONENT, f"{group.domain}.{component}"), float(value))
+            if sample.correct is not None:
+                take(accuracy, float(sample.correct))
+            row += 1
+    for name, (total, count) in found.items():
+        sums.add(name, total, count)
 
 
 def _fates(sums: Sums, data: StepRows, groups: Sequence[GroupData], void: Mapping[int, str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from temper.learner.batching import Row
+from temper.learner.batching import Rows, ragged
 from temper.learner.inbox import GroupData, SampleData
 
 Array = NDArray[Any]
@@ -21,18 +21,16 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
-    """S samples in `rows` (some without trained tokens), M trained tokens in flat arrays, G groups.
+    """S samples as `rows` (some without trained tokens), M trained tokens in flat arrays, G groups.
 
-    `cu_seqlens` i64[S+1] divides the flat arrays; `behaviour_logprob`, `token_reward` f32[M], `lag` i64[M]; per sample
-    `reward` f64[S] (0 where not `scored` bool[S]), `group` i64[S], `generated` i64[S] sampled tokens; `support` (ids i64,
-    cu i64[M+1]) where the engine cut its distribution, else None. `stale_tokens` were masked for their age,
-    `overlong_samples` for ending at the length limit.
+    `behaviour_logprob`, `token_reward` f32[M], `lag` i64[M]; per sample `reward` f64[S] (0 where not `scored` bool[S]),
+    `group` i64[S], `generated` i64[S] sampled tokens; `support` (ids i64, cu i64[M+1]) where the engine cut its
+    distribution, else None. `stale_tokens` were masked for their age, `overlong_samples` for ending at the length limit.
     """
 
     groups: tuple[GroupData, ...]
     samples: tuple[SampleData, ...]
-    rows: tuple[Row, ...]
-    cu_seqlens: Array
+    rows: Rows
     behaviour_logprob: Array
     token_reward: Array
     lag: Array
@@ -45,9 +43,14 @@ class StepRows:
     overlong_samples: int
 
     @property
+    def cu_seqlens(self) -> Array:
+        """i64[S+1]: divides the trained tokens among the samples."""
+        return self.rows.cu_seqlens
+
+    @property
     def trained(self) -> Array:
         """i64[S]: trained tokens of each sample."""
-        return np.diff(self.cu_seqlens)
+        return np.diff(self.rows.cu_seqlens)
 
 
 def usable(sample: SampleData) -> bool:
@@ -61,85 +64,72 @@ def collect(
     """Lay out `groups` for the step that starts at `version`. `demo`: demonstrations, trained without reward."""
     ordered = tuple(_by_index(group) for group in sorted(groups, key=lambda group: group.group_id))
     samples = tuple(sample for group in ordered for sample in group.samples)
-    rows: list[Row] = []
-    flat: dict[str, list[Array]] = {"mu": [], "lag": [], "token_reward": []}
-    support_ids: list[Array] = []
-    support_sizes: list[Array] = []
-    any_support = any(sample.support_cu is not None for sample in samples)
-    start = stale = overlong = 0
-    for sample in samples:
-        lag = sample.lag(version)
-        mask = sample.mask if demo or usable(sample) else np.zeros_like(sample.mask)
-        fresh = mask & (lag <= max_token_lag)
-        stale += int(mask.sum() - fresh.sum())
-        if overlong_filter and sample.finish_reason == "length" and not demo:
-            overlong += 1
-            fresh = np.zeros_like(fresh)
-        trained = np.flatnonzero(fresh)
-        rows.append(Row(sample.tokens, trained, start))
-        start += len(trained)
-        flat["mu"].append(sample.behaviour_logprob[trained])
-        flat["lag"].append(lag[trained])
-        flat["token_reward"].append(_token_rewards(sample, trained))
-        if any_support:
-            ids, sizes = _support(sample, trained)
-            support_ids.append(ids)
-            support_sizes.append(sizes)
+    lengths = np.asarray([len(sample.tokens) for sample in samples], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
     scored = np.asarray([usable(sample) for sample in samples], dtype=bool)
+    overlong = np.asarray(
+        [overlong_filter and not demo and sample.finish_reason == "length" for sample in samples], bool
+    )
+    sampled = _join([sample.mask for sample in samples], bool)
+    lag = np.maximum(version - _join([sample.ordinal for sample in samples], np.int64), 0)
+    mask = sampled & np.repeat(scored | demo, lengths)
+    fresh = mask & (lag <= max_token_lag)
+    places = np.flatnonzero(fresh & np.repeat(~overlong, lengths))
+    cu_seqlens = np.searchsorted(places, offsets)
+    trained = places - np.repeat(offsets[:-1], np.diff(cu_seqlens))
+    rows = Rows(_join([sample.tokens for sample in samples], np.int32), offsets, trained, cu_seqlens)
+    totals = np.concatenate([[0], np.cumsum(sampled)])
     return StepRows(
         groups=ordered,
         samples=samples,
-        rows=tuple(rows),
-        cu_seqlens=np.cumsum([0, *(len(row.trained) for row in rows)], dtype=np.int64),
-        behaviour_logprob=_join(flat["mu"], np.float32),
-        token_reward=_join(flat["token_reward"], np.float32),
-        lag=_join(flat["lag"], np.int64),
+        rows=rows,
+        behaviour_logprob=_join([sample.behaviour_logprob for sample in samples], np.float32)[places],
+        token_reward=_token_rewards(samples, rows),
+        lag=lag[places],
         reward=np.asarray([sample.reward if usable(sample) else 0.0 for sample in samples], dtype=np.float64),
         scored=scored,
         group=np.repeat(np.arange(len(ordered)), [len(group.samples) for group in ordered]),
-        generated=np.asarray([sample.generated for sample in samples], dtype=np.int64),
-        support=(
-            (_join(support_ids, np.int64), np.cumsum([0, *_join(support_sizes, np.int64)], dtype=np.int64))
-            if any_support
-            else None
-        ),
-        stale_tokens=stale,
-        overlong_samples=overlong,
+        generated=totals[offsets[1:]] - totals[offsets[:-1]],
+        support=_supports(samples, rows) if any(sample.support_cu is not None for sample in samples) else None,
+        stale_tokens=int(mask.sum() - fresh.sum()),
+        overlong_samples=int(overlong.sum()),
     )
 
 
 def _by_index(group: GroupData) -> GroupData:
+    indices = [sample.index for sample in group.samples]
+    if indices == sorted(indices):
+        return group
     return replace(group, samples=tuple(sorted(group.samples, key=lambda sample: sample.index)))
 
 
-def _join(parts: list[Array], dtype: Any) -> Array:
-    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype=dtype)
+def _join(parts: Sequence[Array], dtype: Any) -> Array:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype=dtype)
 
 
-def _token_rewards(sample: SampleData, trained: Array) -> Array:
-    """f32[n]: step rewards at the trained tokens; one that fell on an untrained token goes to the last trained before."""
-    values = np.zeros(len(trained), dtype=np.float32)
-    if not sample.step_rewards or not len(trained):
-        return values
-    prompt = int(np.flatnonzero(sample.mask)[0])
-    for token, value in sample.step_rewards:
-        place = int(np.searchsorted(trained, prompt + token, side="right")) - 1
-        values[max(place, 0)] += value
+def _token_rewards(samples: Sequence[SampleData], rows: Rows) -> Array:
+    """f32[M]: step rewards at the trained tokens; one that fell on an untrained token goes to the last trained before."""
+    values = np.zeros(len(rows.trained), dtype=np.float32)
+    for row, sample in enumerate(samples):
+        start, stop = int(rows.cu_seqlens[row]), int(rows.cu_seqlens[row + 1])
+        if not sample.step_rewards or start == stop:
+            continue
+        prompt = int(np.flatnonzero(sample.mask)[0])
+        for token, value in sample.step_rewards:
+            place = int(np.searchsorted(rows.trained[start:stop], prompt + token, side="right")) - 1
+            values[start + max(place, 0)] += value
     return values
 
 
-def _support(sample: SampleData, trained: Array) -> tuple[Array, Array]:
-    """(ids, sizes) of the sampled distribution's support at each trained token; size 0 = the whole vocabulary."""
-    if sample.support_cu is None or sample.support_ids is None:
-        return np.zeros(0, dtype=np.int64), np.zeros(len(trained), dtype=np.int64)
-    cu = sample.support_cu
-    sizes = (cu[1:] - cu[:-1])[trained]
-    return sample.support_ids[ragged(cu[trained], sizes)], sizes
-
-
-def ragged(starts: Array, sizes: Array) -> Array:
-    """Indices start..start+size-1 of every (start, size), one after another."""
-    if not len(sizes):
-        return np.zeros(0, dtype=np.int64)
-    begins = np.cumsum(sizes) - sizes
-    return np.repeat(starts - begins, sizes) + np.arange(int(sizes.sum()), dtype=np.int64)
+def _supports(samples: Sequence[SampleData], rows: Rows) -> tuple[Array, Array]:
+    """(ids i64, cu i64[M+1]) of the sampled distributions' supports; an empty one means the whole vocabulary."""
+    ids, sizes = [], []
+    for row, sample in enumerate(samples):
+        trained = rows.trained[rows.cu_seqlens[row] : rows.cu_seqlens[row + 1]]
+        if sample.support_cu is None or sample.support_ids is None:
+            sizes.append(np.zeros(len(trained), dtype=np.int64))
+            continue
+        size = np.diff(sample.support_cu)[trained]
+        ids.append(sample.support_ids[ragged(sample.support_cu[trained], size)])
+        sizes.append(size)
+    return _join(ids, np.int64), np.concatenate([[0], np.cumsum(_join(sizes, np.int64))])

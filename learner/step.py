@@ -25,12 +25,12 @@ from temper.kernels.flags import PolicyFlags
 from temper.kernels.policy_loss import Normalisers, PackedBatch, policy_loss
 from temper.kernels.reference import m2_cutoff
 from temper.learner import objectives
-from temper.learner.batching import Microbatch, plan
+from temper.learner.batching import Microbatch, plan, ragged
 from temper.learner.inbox import GroupData, void_reason
 from temper.learner.optimizer import Optimizer, learning_rate
 from temper.learner.policy import Entropy, Policy, Support, bit_view
 from temper.learner.report import Sums, describe
-from temper.learner.rows import Array, StepRows, collect, ragged, usable
+from temper.learner.rows import Array, StepRows, collect, usable
 from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,7 +58,7 @@ class StepReport:
 class _Update:
     """What the micro-batches of one update share."""
 
-    include: list[int]
+    include: Array
     normalisers: Normalisers
     ahead: float
 
@@ -200,7 +200,7 @@ class Trainer:
                 index = torch.from_numpy(ragged(data.cu_seqlens[include], data.trained[include]))
                 cutoff = m2_cutoff((flat.prox - flat.mu)[index], self.flags.m2_tau)
             yield _Update(
-                include=include.tolist(),
+                include=include,
                 normalisers=Normalisers(
                     tokens=float(data.trained[include].sum()),
                     sequences=float(len(include)),
@@ -345,11 +345,11 @@ def _always_active(flags: PolicyFlags) -> bool:
     )
 
 
-def _active(include: list[int], data: StepRows, advantage: torch.Tensor) -> list[int]:
+def _active(include: Array, data: StepRows, advantage: torch.Tensor) -> Array:
     """The rows of `include` with an advantage other than 0 somewhere: the others have no gradient and cost nothing."""
     nonzero = np.concatenate([[0], np.cumsum(advantage.cpu().numpy() != 0)])
     counts = nonzero[data.cu_seqlens[1:]] - nonzero[data.cu_seqlens[:-1]]
-    return [row for row in include if counts[row]]
+    return include[counts[include] > 0]
 
 
 def _support_of(batch: Microbatch, support: tuple[Array, Array] | None) -> Support | None:
