@@ -21,6 +21,9 @@ def main(argv: Sequence[str]) -> int:
         "--host", metavar="FILE", help="this host's own configuration (TOML): allowed domain modules, slots"
     )
     parser.add_argument("--key", metavar="FILE", help="CURVE key file of this peer, needed for tcp")
+    parser.add_argument(
+        "--connect-timeout", type=float, default=300.0, metavar="SECONDS", help="how long to wait for the broker (300)"
+    )
     options = parser.parse_args(argv)
     from temper.actor.daemon import ActorDaemon
     from temper.actor.host import load_host
@@ -38,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
             key_file=options.key,
             host=host,
         )
+        daemon.connect_timeout_s = options.connect_timeout
     except TemperError as error:
         return report(role, error)
     return run_daemon(daemon)

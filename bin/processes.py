@@ -116,7 +116,7 @@ class Process:
 def commands(recipe: Recipe, run_dir: Path, address: str, *, resume: bool, host_file: str | None) -> list[ProcessSpec]:
     """The processes of a run on this machine: broker, learner, then as many of the others as ``[daemons]`` says."""
     run = str(run_dir)
-    connect = ("--broker", address)
+    connect = ("--broker", address, "--connect-timeout", f"{recipe.run.connect_timeout_s:g}")
     host = ("--host", host_file) if host_file else ()
     specs = [
         ProcessSpec(

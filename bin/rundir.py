@@ -20,7 +20,7 @@ from temper.common.errors import ConfigError, EnvironmentFault
 from temper.common.reports import RECIPE_FILE, write_atomically
 
 RUN_FILE = "run.json"
-SOCKET_PREFIX = "temper-"
+SOCKET_PREFIX = "temper-run-"
 
 
 def fresh(run_dir: Path | None, name: str) -> Path:

@@ -24,6 +24,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--name", default="learner", help="shown in logs and status")
     made.add_argument("--key", metavar="FILE", help="this peer's CURVE key (see `temper keys`)")
     made.add_argument("--host", metavar="FILE", type=Path, help="this host's own configuration (accepted, not used)")
+    made.add_argument(
+        "--connect-timeout", type=float, default=300.0, metavar="SECONDS", help="how long to wait for the broker (300)"
+    )
     return made
 
 
@@ -41,16 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from temper.learner.daemon import LearnerDaemon
 
     run_dir = arguments.run or arguments.resume
-    return run_daemon(
-        LearnerDaemon(
-            arguments.name,
-            arguments.broker,
-            run_dir=run_dir,
-            resume=arguments.resume,
-            cache_dir=cache_dir(),
-            key_file=arguments.key,
-        )
+    daemon = LearnerDaemon(
+        arguments.name,
+        arguments.broker,
+        run_dir=run_dir,
+        resume=arguments.resume,
+        cache_dir=cache_dir(),
+        key_file=arguments.key,
     )
+    daemon.connect_timeout_s = arguments.connect_timeout
+    return run_daemon(daemon)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--name", default="", help="shown in logs and status")
     made.add_argument("--key", metavar="FILE", help="this peer's CURVE key (see `temper keys`)")
     made.add_argument("--host", metavar="FILE", type=Path, help="this host's own configuration, section [sandbox]")
+    made.add_argument(
+        "--connect-timeout", type=float, default=300.0, metavar="SECONDS", help="how long to wait for the broker (300)"
+    )
     return made
 
 
@@ -51,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not report.ok:
         print(f"temper {report.line()}", file=sys.stderr)
         return 4
-    return run_daemon(SandboxDaemon(name, arguments.broker, host, slots=arguments.slots, key_file=arguments.key))
+    daemon = SandboxDaemon(name, arguments.broker, host, slots=arguments.slots, key_file=arguments.key)
+    daemon.connect_timeout_s = arguments.connect_timeout
+    return run_daemon(daemon)
 
 
 if __name__ == "__main__":

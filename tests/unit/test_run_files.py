@@ -51,9 +51,9 @@ def test_socket_folder_is_private_short_and_swept(tmp_path: Path, monkeypatch: p
 
 
 def _check_socket_folder(base: Path) -> None:
-    stale = base / "temper-999999999-old"
+    stale = base / "temper-run-999999999-old"
     stale.mkdir()
-    other = base / "temper-notes"
+    other = base / "temper-0-0123456789abcdef"
     other.mkdir()
     with rundir.socket_folder() as folder:
         assert folder.parent == base
@@ -72,6 +72,7 @@ def test_commands_follow_the_recipe(tmp_path: Path) -> None:
     assert "--lane" in specs["eval-1"].arguments
     assert "--resume" not in specs["learner"].arguments
     resumed = commands(RECIPE, tmp_path, "ipc:///s", resume=True, host_file=None)
+    assert resumed[0].arguments[-1] == "--resume"
     assert resumed[1].arguments[-2:] == ("--resume", str(tmp_path))
 
 
