@@ -319,6 +319,7 @@ class Peer:
         else:
             self.lost.set_exception(error)
         for side in self._sides:
+            side.link.close()
             side.session.abandon(PeerLost(str(error)))
 
     def welcomed(self) -> None:

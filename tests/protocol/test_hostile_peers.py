@@ -26,7 +26,6 @@ class Raw:
         self.socket = connect(parse_address(address), kind, routing_id())
         self.got: list[tuple[int, bytes]] = []
         self._changed = asyncio.Event()
-        self.link = Link(self.socket, self._drain)
         self.sequence = 0
 
     def _drain(self) -> None:
@@ -35,10 +34,8 @@ class Raw:
         self._changed.set()
 
     async def connected(self) -> None:
-        async with asyncio.timeout(10):
-            while not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
-                self._changed.clear()
-                await self._changed.wait()
+        assert await asyncio.to_thread(self.socket.poll, 10_000, zmq.POLLOUT)
+        self.link = Link(self.socket, self._drain)
 
     def send(self, *parts: bytes) -> None:
         assert self.try_to_send(parts)
