@@ -183,11 +183,10 @@ class ActorDaemon(PeerDaemon):
             self._grader.on_done(done, frames)
 
     def _on_refused(self, refused: SampleRefused, frames: list[memoryview]) -> None:
-        log(f"{lease_name(refused.lease_id)} attempt {refused.attempt} is abandoned: {refused.reason}")
-        if self._serving is not None:
-            held = self._serving.held.get((refused.lease_id, refused.attempt))
-            if held is not None:
-                self._serving.cancel(held, refused=True)
+        held = self._serving.held.get((refused.lease_id, refused.attempt)) if self._serving is not None else None
+        if held is not None and self._serving is not None and not held.refused:
+            log(f"{lease_name(refused.lease_id)} attempt {refused.attempt} is abandoned: {refused.reason}")
+            self._serving.cancel(held, refused=True)
 
     def _on_commit(self, version: Version) -> None:
         self.version = version
