@@ -269,13 +269,27 @@ class Limits(Part, frozen=True):
 class TestCase(Part, frozen=True):
     """One test: `stdin` goes in, stdout is compared with `expected` *outside* the jail (trailing white space aside).
 
-    `expected` None only runs the program: `ok` if it exits 0.
+    `expected` None only runs the program: `ok` if it exits 0. `suite` (Python): asserts that call the program's functions,
+    run in another jail than the program; with `weak` in the program's own interpreter, and the verdict says so.
     """
 
     stdin: bytes = b""
     expected: bytes | None = None
     name: str = ""
+    suite: bytes = b""
+    weak: bool = False
     __test__: ClassVar[bool] = False
+
+
+class Checker(Part, frozen=True):
+    """A program that judges output, in a jail of its own: it finds the files `input`, `output` and `expected`.
+
+    Exit code 0: right, 1: wrong, anything else (also an uncaught exception): the checker is broken (`infra`).
+    """
+
+    language: str
+    files: dict[str, bytes]
+    limits: Limits = Limits()
 
 
 class SandboxJob(Part, frozen=True):
@@ -289,6 +303,7 @@ class SandboxJob(Part, frozen=True):
     seed: int = 0
     mode: Literal["fresh", "pool", "fork"] = "fresh"
     session_id: str | None = None
+    checker: Checker | None = None  # judges every test's stdout instead of the comparison
 
 
 class TestResult(Part, frozen=True):
@@ -319,6 +334,7 @@ class Verdict(Part, frozen=True):
     peak_bytes: int | None = None
     tests: list[TestResult] = field(default_factory=list)
     detail: str = ""
+    weak: bool = False  # decided inside the program's own interpreter: it could have been forged
 
 
 class Job(Body, frozen=True):

@@ -9,7 +9,7 @@ Temper. It guarantees that
 
 Protocol, a SEQPACKET socket. Worker -> init: ``REQUEST`` with descriptors (bundle, stdin, stdout, stderr, and more that
 the program gets from 3 on), or ``b"K"`` (kill what runs). Init -> worker: ``b"R"`` (ready: clean, nothing runs),
-``REPORT``. The bundle is a sequence of length-prefixed byte strings: number of arguments, arguments, then name and
+``REPORT``. The bundle is a sequence of length-prefixed byte strings: the seed, number of arguments, arguments, then name and
 content of each file.
 """
 
@@ -37,7 +37,11 @@ if TYPE_CHECKING:
 REQUEST = struct.Struct("<BBdQQII")  # kind, flags, cpu seconds, address space, file size, processes, descriptors
 REPORT = struct.Struct("<iddQIB")  # wait status, cpu seconds, wall seconds, peak KiB, processes killed, cpu limit hit
 PYTHON, COMMAND = 1, 2
-KEEP = 1  # flag: leave the workspace as it is after this program (a compiler's result)
+KEEP, LOUD = (
+    1,
+    2,
+)  # flags: leave the workspace as it is after this program; an uncaught exception is exit code 70, not 1
+UNCAUGHT = 70
 SPACES = ("/tmp", "/dev/shm")
 POLL_MS = 100
 
@@ -51,16 +55,16 @@ def read_all(fd: int) -> bytes:
     return b"".join(chunks)
 
 
-def unpack_bundle(data: bytes) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
-    """(arguments, [(name, content)]) of a bundle."""
+def unpack_bundle(data: bytes) -> tuple[bytes, list[bytes], list[tuple[bytes, bytes]]]:
+    """(seed, arguments, [(name, content)]) of a bundle."""
     items, at = [], 0
     while at < len(data):
         (size,) = struct.unpack_from("<I", data, at)
         items.append(data[at + 4 : at + 4 + size])
         at += 4 + size
-    count = int(items[0])
-    rest = items[1 + count :]
-    return items[1 : 1 + count], list(zip(rest[::2], rest[1::2], strict=True))
+    count = int(items[1])
+    rest = items[2 + count :]
+    return items[0], items[2 : 2 + count], list(zip(rest[::2], rest[1::2], strict=True))
 
 
 def write_files(files: list[tuple[str, bytes]]) -> None:
@@ -92,7 +96,7 @@ def reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def run_python(path: str, arguments: list[str]) -> int:
+def run_python(path: str, arguments: list[str], uncaught: int) -> int:
     """Run `path` as ``__main__``, as ``python path`` would; returns the exit code."""
     builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D (i.e. EOF)")
@@ -113,13 +117,17 @@ def run_python(path: str, arguments: list[str]) -> int:
     try:
         with open(path, "rb") as file:
             source = file.read()
+        if b"random" in source:
+            import random
+
+            random.seed(int(os.environ["TEMPER_SEED"]))
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:
         code = exit_code(error)
     except BaseException as error:
         trace = error.__traceback__
         sys.excepthook(type(error), error.with_traceback(trace and trace.tb_next), trace and trace.tb_next)
-        code = 1
+        code = uncaught
     return code
 
 
@@ -149,14 +157,14 @@ def finish(code: int) -> None:
 
 def child(request: tuple, fds: list[int], drop: Callable[[], None] | None) -> None:
     """In the forked child: become the program. Never returns."""
-    kind, _, cpu_s, address_bytes, file_bytes, processes, descriptors = request
-    code = 70
+    kind, flags, cpu_s, address_bytes, file_bytes, processes, descriptors = request
+    code = UNCAUGHT
     try:
         os.setsid()
         if drop is not None:
             drop()
         bundle, *streams = fds
-        arguments, files = unpack_bundle(read_all(bundle))
+        seed, arguments, files = unpack_bundle(read_all(bundle))
         apart = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in streams]
         for number, fd in enumerate(apart):
             os.dup2(fd, number, inheritable=True)
@@ -164,10 +172,12 @@ def child(request: tuple, fds: list[int], drop: Callable[[], None] | None) -> No
         os.chdir("/tmp")
         write_files([(os.fsdecode(name), content) for name, content in files])
         del files
+        os.environb[b"TEMPER_SEED"] = seed
         set_limits(cpu_s, address_bytes, file_bytes, processes, descriptors)
         if kind == PYTHON:
             reset_signals()
-            code = run_python(os.path.join("/tmp", os.fsdecode(arguments[0])), [os.fsdecode(a) for a in arguments[1:]])
+            path, *rest = map(os.fsdecode, arguments)
+            code = run_python(f"/tmp/{path}", rest, UNCAUGHT if flags & LOUD else 1)
             finish(code)
         os.execve(arguments[0], arguments, os.environ)
     except BaseException as error:

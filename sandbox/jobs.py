@@ -1,28 +1,38 @@
-"""What is done inside a jail for a job: build it, run its tests. And which jobs are refused unread.
+"""What is done inside jails for a job: build it, run its tests, have them judged.
 
-The expected answers stay in this process. The build and each test start in an emptied workspace; what a test gets is the
-job's files, the built program and the test's stdin.
+The expected answers, the suites and the checkers never enter the program's jail (a `weak` suite excepted): answers are
+compared in this process, suites and checkers run in jails of their own, which the program's pool never lends. The build
+and each test start in an emptied workspace.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack
+from pathlib import Path
+from typing import Any
 
-from temper.common.schema import SandboxJob, TestCase, Verdict
+import msgspec
+from temper.common.schema import Checker, Limits, SandboxJob, TestCase, Verdict
 from temper.sandbox import init as protocol
 from temper.sandbox import verdicts
 from temper.sandbox.cell import Cell
 from temper.sandbox.languages import BUILD_LIMITS, BUILT_LIMIT_BYTES, LANGUAGES, PROGRAM, Language
 from temper.sandbox.run import Request
 from temper.sandbox.streams import pack_bundle, sealed
+from temper.sandbox.verdicts import Facts, Judgement
 
-FILES_LIMIT = 256
-FILES_LIMIT_BYTES = 32 * 1024 * 1024
-OUTPUT_LIMIT_BYTES = 16 * 1024 * 1024
+Judges = Callable[[], AbstractAsyncContextManager[Cell]]
+
+INSIDE = Path(__file__).with_name("inside")
+SUITE_FILE = "suite.txt"
 
 
-async def run_job(cell: Cell, job: SandboxJob) -> Verdict:
-    """Build and test `job` in `cell`."""
+async def run_job(cell: Cell, job: SandboxJob, judges: Judges) -> Verdict:
+    """Build and test `job` in `cell`; `judges` lends jails for suites and checkers."""
     language = LANGUAGES[job.language]
     files = dict(job.files)
     if language.build:
@@ -30,64 +40,129 @@ async def run_job(cell: Cell, job: SandboxJob) -> Verdict:
         if isinstance(built, Verdict):
             return built
         files[PROGRAM] = built
-    tests = job.tests or [TestCase()]
-    bundle = sealed("program", pack_bundle(language.arguments(job.limits), files))
-    try:
-        runs = [
-            await cell.run(
-                Request(language.kind, bundle, test.stdin, unbounded_address_space=language.reserves_memory), job.limits
-            )
-            for test in tests
-        ]
-    finally:
-        os.close(bundle)
-    return verdicts.combine(tests, runs, job.limits)
+    with ExitStack() as stack:
+        bundle = sealed("program", pack_bundle(language.arguments(job.limits), files, job.seed))
+        stack.callback(os.close, bundle)
+        runs: list[Facts] = []
+        judged: list[Judgement] = []
+        for test in job.tests or [TestCase()]:
+            if test.suite and test.weak:
+                facts, judgement = await run_weak(cell, job, test)
+            elif test.suite:
+                facts, judgement = await run_suite(cell, job, test, judges)
+            else:
+                request = Request(language.kind, bundle, test.stdin, unbounded_address_space=language.reserves_memory)
+                facts = await cell.run(request, job.limits)
+                if job.checker is not None:
+                    judgement = await check(facts, test, job, job.checker, judges)
+                else:
+                    judgement = verdicts.judge(facts, test, job.limits)
+            runs.append(facts)
+            judged.append(judgement)
+    return verdicts.verdict_of(runs, judged, weak=any(test.suite and test.weak for test in job.tests))
 
 
-async def build(cell: Cell, language: Language, files: dict[str, bytes]) -> bytes | Verdict:
+async def build(cell: Cell, language: Language, files: Mapping[str, bytes]) -> bytes | Verdict:
     """The built program, or the verdict that there is none."""
     script = f"{language.build} 1>&2 && cat {PROGRAM}"
-    bundle = sealed("source", pack_bundle(("/bin/sh", "-c", script), files))
-    try:
-        request = Request(protocol.COMMAND, bundle, stdout_limit=BUILT_LIMIT_BYTES)
-        facts = await cell.run(request, BUILD_LIMITS)
-    finally:
-        os.close(bundle)
+    facts = await run_files(
+        cell, protocol.COMMAND, ("/bin/sh", "-c", script), files, BUILD_LIMITS, stdout_limit=BUILT_LIMIT_BYTES
+    )
     if facts.status == 0 and not facts.stdout_cut and not facts.killed:
         return facts.stdout
     return verdicts.not_built(facts, BUILD_LIMITS)
 
 
-def refuse(job: SandboxJob) -> str:
-    """Why a job cannot be run at all, "" if it can."""
-    language = LANGUAGES.get(job.language)
-    if language is None:
-        return f"language {job.language!r} is unknown; known: {', '.join(sorted(LANGUAGES))}"
-    if missing := language.missing():
-        return f"language {job.language} needs {missing}, which is not on this host"
-    if language.entry not in job.files:
-        return (
-            f"a {job.language} job needs the file {language.entry}; it has {', '.join(sorted(job.files)[:8]) or 'none'}"
+async def run_files(
+    cell: Cell,
+    kind: int,
+    arguments: tuple[str, ...],
+    files: Mapping[str, bytes],
+    limits: Limits,
+    seed: int = 0,
+    *,
+    stdin: bytes | int = b"",
+    **options: object,
+) -> Facts:
+    """Run `arguments` once among `files`; `options` are the Request's."""
+    bundle = sealed("program", pack_bundle(arguments, files, seed))
+    try:
+        return await cell.run(msgspec.structs.replace(Request(kind, bundle, stdin), **options), limits)
+    finally:
+        os.close(bundle)
+
+
+def inside(name: str) -> bytes:
+    """The text of a program of ours that runs in jails."""
+    return (INSIDE / f"{name}.py").read_bytes()
+
+
+async def check(facts: Facts, test: TestCase, job: SandboxJob, checker: Checker, judges: Judges) -> Judgement:
+    """Have a test's output judged by the job's checker, in another jail."""
+    if verdicts.classify(facts, job.limits)[0] != "ok":
+        return verdicts.judge_checked(facts, None, job.limits, checker.limits)
+    language = LANGUAGES[checker.language]
+    files = {**checker.files, "input": test.stdin, "output": facts.stdout, "expected": test.expected or b""}
+    async with judges() as judge:
+        result = await run_files(
+            judge, language.kind, language.arguments(checker.limits), files, checker.limits, job.seed,
+            flags=protocol.LOUD, unbounded_address_space=language.reserves_memory,
+        )  # fmt: skip
+    return verdicts.judge_checked(facts, result, job.limits, checker.limits)
+
+
+def suite_limits(limits: Limits) -> Limits:
+    """The suite waits for the program, so it must be the last to run out of time."""
+    return msgspec.structs.replace(limits, wall_s=limits.wall_s * 2 + 5, cpu_s=limits.cpu_s + 2, memory_bytes=1 << 28)
+
+
+async def run_suite(cell: Cell, job: SandboxJob, test: TestCase, judges: Judges) -> tuple[Facts, Judgement]:
+    """The program in `cell` serves calls; the suite in another jail makes them. Two pipes connect the two."""
+    limits = suite_limits(job.limits)
+    plain = inside("plain")
+    program = {**job.files, "temper_candidate.py": inside("candidate"), "temper_plain.py": plain}
+    suite = {SUITE_FILE: test.suite, "temper_suite.py": inside("suite"), "temper_plain.py": plain}
+    async with judges() as judge:
+        with ExitStack() as stack:
+            calls, calls_in = os.pipe2(os.O_CLOEXEC)
+            replies, replies_in = os.pipe2(os.O_CLOEXEC)
+            ends = (stack.enter_context(ExitStack()), stack.enter_context(ExitStack()))
+            for end, fds in zip(ends, ((calls, replies_in), (replies, calls_in)), strict=True):
+                for fd in fds:
+                    end.callback(os.close, fd)
+            bundles = [
+                sealed("program", pack_bundle(("temper_candidate.py",), program, job.seed)),
+                sealed("suite", pack_bundle(("temper_suite.py",), suite, job.seed)),
+            ]
+            for fd in bundles:
+                stack.callback(os.close, fd)
+            # Each run closes our copies once it has sent them, or nobody would ever see an end of file.
+            served = Request(protocol.PYTHON, bundles[0], calls, stdout=replies_in, on_sent=ends[0].close)
+            asking = Request(protocol.PYTHON, bundles[1], replies, stdout=calls_in, on_sent=ends[1].close)
+            facts, asked = await _both([cell.run(served, job.limits), judge.run(asking, limits)])
+    return facts, verdicts.judge_suite(facts, asked, job.limits, limits)
+
+
+async def _both(runs: Sequence[Coroutine[Any, Any, Facts]]) -> list[Facts]:
+    running = [asyncio.ensure_future(run) for run in runs]
+    try:
+        return list(await asyncio.gather(*running))
+    except BaseException:
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        raise
+
+
+async def run_weak(cell: Cell, job: SandboxJob, test: TestCase) -> tuple[Facts, Judgement]:
+    """Program and suite in one interpreter, decided by a nonce after the last assert."""
+    nonce = secrets.token_hex(16).encode()
+    files = {**job.files, SUITE_FILE: test.suite, "temper_weak.py": inside("weak")}
+    fd = sealed("nonce", nonce)
+    try:
+        facts = await run_files(
+            cell, protocol.PYTHON, ("temper_weak.py",), files, job.limits, job.seed, stdin=test.stdin, extra=(fd,)
         )
-    if language.build and PROGRAM in job.files:
-        return f"the file name {PROGRAM} is taken by what {job.language} builds"
-    if len(job.files) > FILES_LIMIT:
-        return f"{len(job.files)} files, at most {FILES_LIMIT}"
-    size = sum(map(len, job.files.values()))
-    if size > FILES_LIMIT_BYTES:
-        return f"files of {size} bytes together, at most {FILES_LIMIT_BYTES}"
-    for name in job.files:
-        parts = name.split("/")
-        if not name or "\0" in name or len(name) > 255 or any(part in ("", ".", "..") for part in parts):
-            return f"file name {name[:80]!r}: names are relative, without empty, . or .. parts"
-    limits = job.limits
-    for what, value, least, most in (
-        ("wall_s", limits.wall_s, 0.01, 3600.0),
-        ("cpu_s", limits.cpu_s, 0.01, 3600.0),
-        ("memory_bytes", limits.memory_bytes, 8 << 20, 1 << 40),
-        ("pids", limits.pids, 1, 4096),
-        ("output_bytes", limits.output_bytes, 0, OUTPUT_LIMIT_BYTES),
-    ):
-        if not least <= value <= most:
-            return f"limit {what} = {value}, allowed {least:g} to {most:g}"
-    return ""
+    finally:
+        os.close(fd)
+    return facts, verdicts.judge_weak(facts, nonce, job.limits)

@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from temper.common.schema import Limits
 from temper.sandbox import init as protocol
 from temper.sandbox import tree
@@ -35,14 +36,13 @@ class JailFailed(Exception):
     """The jail did not start or died on its own; the text says what was found."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One program run: `kind` and `flags` of the init's protocol, `bundle` a sealed memfd.
 
     `stdin` is its input, or a descriptor to use as such. `stdout`, when not None, is a descriptor that gets its output
-    instead of the facts. `extra` descriptors become 3, 4, ... The caller keeps and closes all of them.
-    `stdout_limit` overrides the output limit. `unbounded_address_space`: the runtime reserves far more than it uses
-    (node), so RLIMIT_AS would be meaningless.
+    instead of the facts. `extra` descriptors become 3, 4, ... The caller keeps and closes all of them; `on_sent` is called
+    once the init has them, or never will. `stdout_limit` overrides the output limit. `unbounded_address_space`: the
+    runtime reserves far more than it uses (node), so RLIMIT_AS would be meaningless.
     """
 
     kind: int
@@ -53,6 +53,7 @@ class Request:
     stdout: int | None = None
     stdout_limit: int | None = None
     extra: tuple[int, ...] = ()
+    on_sent: Callable[[], None] | None = None
 
 
 class Run:
@@ -96,6 +97,8 @@ class Run:
             os.close(stdin)
             self._out.close_far()
             self._err.close_far()
+            if request.on_sent is not None:
+                request.on_sent()
         self._timer = self._loop.call_later(min(CHECK_S, limits.wall_s), self._check)
         try:
             data = await report

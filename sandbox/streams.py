@@ -29,9 +29,9 @@ def sealed(name: str, data: bytes) -> int:
     return fd
 
 
-def pack_bundle(arguments: Sequence[str], files: Mapping[str, bytes]) -> bytes:
+def pack_bundle(arguments: Sequence[str], files: Mapping[str, bytes], seed: int = 0) -> bytes:
     """The init's bundle format."""
-    items = [str(len(arguments)).encode(), *(os.fsencode(a) for a in arguments)]
+    items = [str(seed).encode(), str(len(arguments)).encode(), *(os.fsencode(a) for a in arguments)]
     for name, content in files.items():
         items += [os.fsencode(name), content]
     return b"".join(struct.pack("<I", len(item)) + item for item in items)

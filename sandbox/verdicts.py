@@ -14,6 +14,7 @@ from typing import Literal
 
 from temper.common.schema import Limits, Outcome, TestCase, TestResult, Verdict
 
+Judgement = tuple[Outcome, int | None, int | None, str]
 Killed = Literal["wall", "cpu", "memory", "output", "cancel"]
 
 
@@ -49,7 +50,7 @@ WORDS = (b"FATAL ERROR: Reached heap limit", b"FATAL ERROR: invalid array length
          b"FATAL ERROR: Ineffective mark-compacts near heap limit")  # fmt: skip
 
 
-def classify(facts: Facts, limits: Limits) -> tuple[Outcome, int | None, int | None, str]:
+def classify(facts: Facts, limits: Limits) -> Judgement:
     """(outcome, exit code, signal, detail) of a run, before its output is compared."""
     if facts.failure:
         return "infra", None, None, facts.failure
@@ -108,17 +109,79 @@ def _lines(data: bytes) -> list[bytes]:
     return lines
 
 
-def judge(facts: Facts, test: TestCase, limits: Limits) -> tuple[Outcome, int | None, int | None, str]:
-    """(outcome, exit code, signal, detail) of one test."""
+HELD, FAILED, RAISED, GONE = 0, 10, 11, 12  # exit codes of sandbox/inside/suite.py
+
+
+def judge(facts: Facts, test: TestCase, limits: Limits) -> Judgement:
+    """(outcome, exit code, signal, detail) of one test whose output is compared."""
     outcome, code, number, detail = classify(facts, limits)
     if outcome == "ok" and test.expected is not None and not same_output(facts.stdout, test.expected):
         return "wrong", code, number, "stdout differs from the expected answer"
     return outcome, code, number, detail
 
 
+def judge_checked(facts: Facts, checker: Facts | None, limits: Limits, checker_limits: Limits) -> Judgement:
+    """One test whose output a checker judged (None: the program did not end in order, nothing was checked)."""
+    judged = classify(facts, limits)
+    if judged[0] != "ok" or checker is None:
+        return judged
+    outcome, code, _, detail = classify(checker, checker_limits)
+    if outcome == "ok":
+        return judged
+    if outcome == "error" and code == 1:
+        return "wrong", judged[1], None, "the checker refused the output"
+    return "infra", None, None, f"the checker failed: {detail}: {_last_line(checker.stderr)}"
+
+
+def judge_suite(program: Facts, suite: Facts, limits: Limits, suite_limits: Limits) -> Judgement:
+    """One suite that ran beside the program: what became of the program decides, then what became of the suite.
+
+    A suite that runs out of time or memory is the program's failure, for it could bring that about with what it returns;
+    only what a program cannot bring about (the suite does not compile, misses a module) is `infra`.
+    """
+    judged = classify(program, limits)
+    if judged[0] not in ("ok", "error"):
+        return judged
+    outcome, _, _, detail = classify(suite, suite_limits)
+    said = _last_line(suite.stderr)
+    if outcome in ("timeout", "memory", "output", "signal", "policy") and _exit_code(suite) is None:
+        return outcome, judged[1], None, f"while the suite ran: {detail}"
+    verdict: dict[int | None, Judgement] = {
+        HELD: ("ok", 0, None, ""),
+        FAILED: ("wrong", judged[1], None, said),
+        RAISED: ("memory" if said.startswith("MemoryError") else "error", judged[1], None, said),
+        GONE: ("error", judged[1], None, "the program ended before the suite did"),
+    }
+    broken: Judgement = ("infra", None, None, f"the suite failed ({detail}): {said}")
+    return broken if outcome == "infra" else verdict.get(_exit_code(suite), broken)
+
+
+def _exit_code(facts: Facts) -> int | None:
+    return os.WEXITSTATUS(facts.status) if facts.status is not None and os.WIFEXITED(facts.status) else None
+
+
+def judge_weak(facts: Facts, nonce: bytes, limits: Limits) -> Judgement:
+    """One suite that ran in the program's own interpreter: passed if the nonce came after its last assert."""
+    outcome, code, number, detail = classify(facts, limits)
+    if outcome == "error" and code == FAILED:
+        return "wrong", code, number, _last_line(facts.stderr)
+    if outcome == "ok" and not facts.stdout.endswith(b"\n" + nonce):
+        return "wrong", code, number, "the program ended before the suite's last assert"
+    return outcome, code, number, detail
+
+
+def _last_line(data: bytes) -> str:
+    lines = data.decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else ""
+
+
 def combine(tests: Sequence[TestCase], runs: Sequence[Facts], limits: Limits) -> Verdict:
+    """The verdict of a job whose outputs are compared."""
+    return verdict_of(runs, [judge(facts, test, limits) for facts, test in zip(runs, tests, strict=True)])
+
+
+def verdict_of(runs: Sequence[Facts], judged: Sequence[Judgement], weak: bool = False) -> Verdict:
     """The verdict of a job: its outcome is the first that is not ok; `infra` anywhere is infra, for nothing was measured."""
-    judged = [judge(facts, test, limits) for facts, test in zip(runs, tests, strict=True)]
     results = [
         TestResult(outcome=outcome, stdout=facts.stdout, wall_s=facts.wall_s, cpu_s=facts.cpu_s)
         for facts, (outcome, *_) in zip(runs, judged, strict=True)
@@ -143,6 +206,7 @@ def combine(tests: Sequence[TestCase], runs: Sequence[Facts], limits: Limits) ->
         peak_bytes=max(peaks) if peaks else None,
         tests=results,
         detail=detail,
+        weak=weak,
     )
 
 

@@ -14,10 +14,11 @@ from typing import Any
 from temper.common.log import log
 from temper.common.schema import SandboxJob, Verdict
 from temper.sandbox import verdicts
+from temper.sandbox.admission import refuse
 from temper.sandbox.cell import Cell
 from temper.sandbox.cgroups import Hierarchy, discover
 from temper.sandbox.jail import Host
-from temper.sandbox.jobs import refuse, run_job
+from temper.sandbox.jobs import run_job
 from temper.sandbox.pool import JOBS_PER_JAIL, Pool
 from temper.sandbox.run import JailFailed
 from temper.sandbox.spawner import Spawner
@@ -43,6 +44,7 @@ class Worker:
         self._pools = {
             "pool": Pool(slots, 1, self._start, self._stop),
             "fork": Pool(slots, JOBS_PER_JAIL, lambda: self._start(warm=True), self._stop),
+            "judge": Pool(slots, JOBS_PER_JAIL, lambda: self._start(warm=True), self._stop),  # suites and checkers
         }
 
     async def __aenter__(self) -> Worker:
@@ -83,7 +85,7 @@ class Worker:
         cell = await self._start()
         self._use(cell)
         try:
-            return await run_job(cell, job)
+            return await run_job(cell, job, self._pools["judge"].borrow)
         finally:
             await self._finish(self._stop(cell))
 
@@ -100,7 +102,7 @@ class Worker:
         async with self._pools[job.mode].borrow() as cell:
             self._use(cell)
             try:
-                return await run_job(cell, job)
+                return await run_job(cell, job, self._pools["judge"].borrow)
             finally:
                 self.running.discard(cell)
 
