@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,14 @@ BAD = [
     (["status", "--once", "--broker", "ipc://nobody", "--timeout", "0.3"], 3, ["no broker answered", "nobody"]),
     (["status", "--once", "--broker", "tcp://127.0.0.1:9"], 2, ["key"]),
     (["status", "--once", "--broker", "tcp://127.0.0.1:9", "--key", "no.key"], 2, ["no.key", "temper keys new"]),
+    (["actor", "--broker", "ipc://nobody", "--connect-timeout", "0.3"], 3, ["no broker answered", "nobody"]),
+    (["learner", "--broker", "ipc://nobody", "--connect-timeout", "0.3"], 3, ["no broker answered", "nobody"]),
+    (["eval", "--broker", "ipc://nobody", "--connect-timeout", "0.3"], 3, ["no broker answered", "nobody"]),
+    (["actor", "--broker", "tcp://127.0.0.1:9"], 2, ["key"]),
+    (["actor", "--broker", "ipc://nobody", "--host", "no.toml"], 2, ["no.toml"]),
+    (["broker", "micro.toml", "--run", "b", "--bind", "tcp://127.0.0.1:7311"], 2, ["key"]),
+    (["broker", "micro.toml", "--run", "b", "--bind", "tcp://127.0.0.1:x"], 2, ["PORT"]),
+    (["broker", "dmeo", "--run", "b"], 2, ["no recipe is called 'dmeo'"]),
     (["keys", "show", "--keys", "empty"], 2, ["broker.key", "temper keys new"]),
     (["plot", "empty"], 2, ["nothing to draw"]),
     (["inspect", "empty"], 2, ["empty"]),
@@ -130,6 +139,20 @@ def test_disk_full(folder: Path) -> None:
     assert done.returncode == 4, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert "disk full" in done.stderr
+
+
+@pytest.mark.system
+def test_port_taken(folder: Path) -> None:
+    """Another program has the port: exit code 4, naming it."""
+    assert temper(["keys", "new", "--keys", "keys"], folder).returncode == 0
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        done = temper(["broker", "micro.toml", "--run", "b", "--bind", address, "--keys", "keys"], folder)
+    assert done.returncode == 4, done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("temper broker:")
+    assert address in last
 
 
 @pytest.mark.system
