@@ -15,7 +15,7 @@ from temper.common.errors import ConfigError, TemperError
 from temper.common.keys import BrokerKeys, load_broker
 from temper.common.process import report
 from temper.common.recipe import load
-from temper.common.sockets import parse_address
+from temper.common.sockets import parse_address, require_keys
 
 
 def default_address(run_dir: Path) -> str:
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipe = load(options.recipe, overrides)
         run_dir = options.run.absolute()
         address = options.bind or default_address(run_dir)
-        parse_address(address)
         keys: BrokerKeys | None = load_broker(options.keys) if options.keys is not None else None
+        require_keys(parse_address(address), keys)
     except TemperError as error:
         return report("broker", error)
     from temper.broker.daemon import Broker

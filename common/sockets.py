@@ -107,16 +107,21 @@ class Bound:
             self.lock = None
 
 
+def require_keys(address: Address, keys: BrokerKeys | None) -> None:
+    """ConfigError for TCP without keys; a broker asks before it writes anything."""
+    if address.scheme == "tcp" and keys is None:
+        raise ConfigError(
+            f"{address} needs keys: everybody who reaches the port could take part in the run. "
+            "Make them with `temper keys new` and name the folder with --keys FOLDER, or bind ipc://FOLDER"
+        )
+
+
 def bind(address: Address, kind: SocketKind, keys: BrokerKeys | None = None) -> Bound:
     """A bound ROUTER. EnvironmentFault if somebody else has the place, ConfigError for TCP without keys.
 
     With keys, the caller must have ``admission.Admission`` running first: a server without it lets nobody in.
     """
-    if address.scheme == "tcp" and keys is None:
-        raise ConfigError(
-            f"{address} needs keys: everybody who reaches the port could take part in the run. "
-            "Make them with `temper keys new` and name the folder, or bind ipc://FOLDER"
-        )
+    require_keys(address, keys)
     lock, path = None, None
     if address.scheme == "ipc":
         lock, path = _lock(address, kind), address.endpoint(kind).removeprefix("ipc://")
