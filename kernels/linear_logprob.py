@@ -77,16 +77,10 @@ def linear_logprob(
         raise ValueError(f"softcap: found {softcap}, expected > 0 or None")
     if entropy not in ("none", "value", "grad"):
         raise ValueError(f"entropy: found {entropy!r}, expected none, value or grad")
-    scale = _check_temperature(temperature, hidden)
-    ignored = target == ignore_index
-    outside = ~ignored & ((target < 0) | (target >= valid))
-    if bool(outside.any()):
-        row = int(outside.nonzero()[0])
-        raise ValueError(
-            f"target: found {int(target[row])} in row {row}, expected 0..{valid - 1} or ignore_index {ignore_index}"
-        )
+    scale = check_temperature(temperature, hidden)
+    ignored = check_target("target", target, ignore_index, valid)
     if support is not None:
-        _check_support(support, target, ignored, valid)
+        check_support(support, target, ignored, valid)
     logprob, ent, lse = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
         hidden,
         weight,
@@ -142,7 +136,19 @@ def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
             )
 
 
-def _check_temperature(temperature: float | Tensor, hidden: Tensor) -> Tensor:
+def check_target(name: str, target: Tensor, ignore_index: int, valid: int) -> Tensor:
+    """bool[N]: ignored rows; ValueError for an id outside the vocabulary."""
+    ignored = target == ignore_index
+    outside = ~ignored & ((target < 0) | (target >= valid))
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise ValueError(
+            f"{name}: found {int(target[row])} in row {row}, expected 0..{valid - 1} or ignore_index {ignore_index}"
+        )
+    return ignored
+
+
+def check_temperature(temperature: float | Tensor, hidden: Tensor) -> Tensor:
     """f32[N] (expanded, no copy for a scalar)."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     value = torch.as_tensor(temperature, dtype=dtype, device=hidden.device).detach()
@@ -153,7 +159,7 @@ def _check_temperature(temperature: float | Tensor, hidden: Tensor) -> Tensor:
     return value.expand(hidden.shape[0])
 
 
-def _check_support(support: Support, target: Tensor, ignored: Tensor, valid: int) -> None:
+def check_support(support: Support, target: Tensor, ignored: Tensor, valid: int) -> None:
     ids, cu = support
     if ids.dim() != 1 or cu.shape != (target.shape[0] + 1,):
         raise ValueError(
@@ -196,7 +202,7 @@ class _LinearLogprob(torch.autograd.Function):
         rows = (~ignored).nonzero()[:, 0]
         stats = chunked.Stats.empty(hidden.shape[0], dtype, hidden.device)
         h, t, workspace = hidden.detach(), temperature.to(dtype), chunked.WORKSPACE_ELEMENTS
-        dense, sparse = _split(rows, support)
+        dense, sparse = split_rows(rows, support)
         if own:
             blocks.dense_stats(shard, h, local, t, dense, stats, entropy != "none", workspace)
             if support is not None:
@@ -226,24 +232,14 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, bias, local, t, lse, mean, ignored, *support = ctx.saved_tensors
         softcap, start, own, dtype, group, entropy, blocks, hot = ctx.head
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        zero = torch.zeros_like(lse)
-        up = chunked.Upstream(
-            zero if g_logprob is None else g_logprob.to(dtype),
-            None if g_entropy is None or entropy != "grad" else g_entropy.to(dtype),
-            zero if g_lse is None else g_lse.to(dtype),
-            lse,
-            mean,
-        )
-        needed = (up.logprob != 0) | (up.lse != 0)
-        if up.entropy is not None:
-            needed |= up.entropy != 0
+        up = chunked.upstream_of(g_logprob, g_entropy if entropy == "grad" else None, g_lse, lse, mean)
         summed = hidden.dtype if group is None else dtype
         d_hidden = torch.zeros(hidden.shape, dtype=summed, device=hidden.device) if needs_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if needs_weight else None
         d_bias = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device) if needs_bias else None
         shard = chunked.Shard(weight[:own], None if bias is None else bias[:own], softcap, start, dtype, hot)
         pair = (support[0], support[1]) if support else None
-        dense, sparse = _split((needed & ~ignored).nonzero()[:, 0], pair)
+        dense, sparse = split_rows((up.needed() & ~ignored).nonzero()[:, 0], pair)
         if own:
             outs = (d_hidden, None if d_weight is None else d_weight[:own], None if d_bias is None else d_bias[:own])
             blocks.dense_backward(shard, hidden, local, t, dense, up, *outs, chunked.WORKSPACE_ELEMENTS)
@@ -259,7 +255,7 @@ class _LinearLogprob(torch.autograd.Function):
         )
 
 
-def _split(rows: Tensor, support: Support | None) -> tuple[Tensor, Tensor]:
+def split_rows(rows: Tensor, support: Support | None) -> tuple[Tensor, Tensor]:
     """(rows over the whole vocabulary, rows with a support of their own)."""
     if support is None:
         return rows, rows[:0]

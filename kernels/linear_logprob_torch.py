@@ -96,6 +96,11 @@ class Upstream:
     row_lse: Tensor
     row_mean: Tensor
 
+    def needed(self) -> Tensor:
+        """bool[N]: rows with any upstream gradient."""
+        found = (self.logprob != 0) | (self.lse != 0)
+        return found if self.entropy is None else found | (self.entropy != 0)
+
     def at(self, rows: Tensor) -> Upstream:
         entropy = None if self.entropy is None else self.entropy[rows]
         return Upstream(self.logprob[rows], entropy, self.lse[rows], self.row_lse[rows], self.row_mean[rows])
@@ -109,6 +114,20 @@ class Upstream:
             return p.mul_(outer)
         centred = (z - self.row_mean.view(shape)).clamp_min(FLOOR)
         return p * (outer - self.entropy.view(shape) * centred)
+
+
+def upstream_of(
+    logprob: Tensor | None, entropy: Tensor | None, lse: Tensor | None, row_lse: Tensor, row_mean: Tensor
+) -> Upstream:
+    """What autograd hands to backward, None meaning no gradient."""
+    zero = torch.zeros_like(row_lse)
+    return Upstream(
+        zero if logprob is None else logprob.to(zero.dtype),
+        None if entropy is None else entropy.to(zero.dtype),
+        zero if lse is None else lse.to(zero.dtype),
+        row_lse,
+        row_mean,
+    )
 
 
 def _row_blocks(rows: Tensor, vocabulary: int, workspace: int) -> Iterator[Tensor]:

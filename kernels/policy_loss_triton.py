@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 COLUMNS = 16  # partial sums per sequence: the metrics in their order, then the loss
-BLOCK = 64 if INTERPRETED else 1024
+BLOCK = 64 if INTERPRETED else 512
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _read(
 @triton.jit
 def _weight(x, low, high, KIND: tl.constexpr, LIMIT: tl.constexpr):
     """The correction weight of a log-ratio x."""
-    w, _ = _ratio(x, LIMIT)
+    w, _free = _ratio(x, LIMIT)
     if KIND == "truncate":
         w = tl.minimum(w, high)
     elif KIND == "clip":
@@ -95,7 +95,7 @@ def _loss(
     sum_bounded = 0.0
     lowest = float("inf")
     for first in range(start, end, BLOCK):
-        on, pi, mu, prox, _, advantage = _read(
+        on, pi, mu, prox, lag, advantage = _read(
             pi_ptr, mu_ptr, prox_ptr, lag_ptr, advantage_ptr, mask_ptr, first + step, end, ahead, PROX, LOGLINEAR
         )
         log_ratio = pi - (mu if BASE_MU else prox)
@@ -115,10 +115,10 @@ def _loss(
     mean_d = sum_d / length
     sequence_keep = 1.0  # 0 where the whole sequence is dropped
     if GEOMETRIC:
-        geometric, _ = _ratio(mean_d, LIMIT)
+        geometric, _free_mean = _ratio(mean_d, LIMIT)
         sequence_keep = tl.where((geometric >= geometric_low) & (geometric <= geometric_high), 1.0, 0.0)
     if VETO:
-        lowest_ratio, _ = _ratio(lowest, LIMIT)
+        lowest_ratio, _free_lowest = _ratio(lowest, LIMIT)
         sequence_keep = tl.where(lowest_ratio >= veto, sequence_keep, 0.0)
     sequence_weight = sum_weight
     if WEIGHT_LEVEL == "geometric":
@@ -128,7 +128,7 @@ def _loss(
     whole = 0.0  # gmpo: sum of c w A over the kept tokens, which every token's gradient shares
     if LOSS == "gmpo":
         for first in range(start, end, BLOCK):
-            on, pi, mu, prox, _, advantage = _read(
+            on, pi, mu, prox, lag, advantage = _read(
                 pi_ptr, mu_ptr, prox_ptr, lag_ptr, advantage_ptr, mask_ptr, first + step, end, ahead, PROX, LOGLINEAR
             )
             x = (pi if WEIGHT_PI else prox) - mu
@@ -210,7 +210,7 @@ def _loss(
             slope = tl.where(on & ~stopped, -whole * geometric_mean * mean_inside / length, 0.0)
         total = loss
 
-        pi_over_mu, _ = _ratio(d, LIMIT)
+        pi_over_mu, _free_d = _ratio(d, LIMIT)
         kl_reference = none
         if REF:
             ref = tl.load(ref_ptr + at, mask=on, other=0.0)

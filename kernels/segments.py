@@ -42,7 +42,16 @@ def segment_max(values: Tensor, ids: Tensor, segments: int, empty: float = -torc
     return found if empty == -torch.inf else torch.where(torch.isneginf(found), empty, found)
 
 
-def segment_reduce(values: Tensor, cu_seqlens: Tensor, op: str, mask: Tensor | None = None) -> Tensor:
+def _on_gpu(backend: str, *tensors: Tensor) -> bool:
+    """Whether the Triton kernels take it: fp32 on a GPU, or asked for."""
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend: found {backend!r}, expected auto, torch or triton")
+    return backend == "triton" or (backend == "auto" and all(t.is_cuda and t.dtype == torch.float32 for t in tensors))
+
+
+def segment_reduce(
+    values: Tensor, cu_seqlens: Tensor, op: str, mask: Tensor | None = None, *, backend: str = "auto"
+) -> Tensor:
     """[S]: ``sum``, ``mean``, ``max`` or ``min`` of each sequence over its positions where `mask` (bool[N]) is set.
 
     What the mask leaves out is selected away, so NaN there does no harm. The mean of nothing is 0; the max (min) of
@@ -51,6 +60,11 @@ def segment_reduce(values: Tensor, cu_seqlens: Tensor, op: str, mask: Tensor | N
     if op not in ("sum", "mean", "max", "min"):
         raise ValueError(f"op: found {op!r}, expected sum, mean, max or min")
     check_cu_seqlens(cu_seqlens, values.shape[0])
+    if op in ("sum", "mean") and _on_gpu(backend, values):
+        from temper.kernels.segments_triton import segment_sum_or_mean
+
+        on = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.to(torch.bool)
+        return segment_sum_or_mean(values, cu_seqlens, on, op == "mean")
     segments, ids = cu_seqlens.numel() - 1, segment_ids(cu_seqlens, values.shape[0])
     if op in ("max", "min"):
         sign = 1.0 if op == "max" else -1.0
@@ -74,12 +88,17 @@ def segment_broadcast(values: Tensor, cu_seqlens: Tensor, count: int | None = No
     return values[segment_ids(cu_seqlens, count)]
 
 
-def reverse_scan(decay: Tensor, addend: Tensor, cu_seqlens: Tensor) -> Tensor:
+def reverse_scan(decay: Tensor, addend: Tensor, cu_seqlens: Tensor, *, backend: str = "auto") -> Tensor:
     """[N]: x_t = addend_t + decay_t * x_{t+1} inside each sequence, x after its end 0.
 
-    An associative scan by doubling: log2(longest sequence) passes over the packed values.
+    An associative scan: by doubling, log2(longest sequence) passes over the packed values; on a GPU one program per
+    sequence (without gradient).
     """
     check_cu_seqlens(cu_seqlens, addend.shape[0])
+    if not (decay.requires_grad or addend.requires_grad) and _on_gpu(backend, decay, addend):
+        from temper.kernels import segments_triton
+
+        return segments_triton.reverse_scan(decay, addend, cu_seqlens)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     last = (cu_seqlens[1:] - 1)[lengths > 0]
     decay = decay.index_fill(0, last, 0)
