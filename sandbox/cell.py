@@ -18,7 +18,9 @@ from collections.abc import Sequence
 
 from temper.common.schema import Limits
 from temper.sandbox import init as protocol
+from temper.sandbox import tree
 from temper.sandbox.cgroups import Hierarchy, Leaf
+from temper.sandbox.jail import Profile
 from temper.sandbox.run import KILL_TIMEOUT_S, JailFailed, Request, Run
 from temper.sandbox.spawner import Spawner
 from temper.sandbox.verdicts import Facts
@@ -38,6 +40,7 @@ class Cell:
         self._log_fd = -1
         self._pidfd = -1
         self.init_pid = 0
+        self.idle_address_bytes = 0  # address space of the init, which every program starts with
         self.leaf: Leaf | None = None
         self.runs = 0
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -48,20 +51,20 @@ class Cell:
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
     @classmethod
-    async def start(cls, spawner: Spawner, hierarchy: Hierarchy, name: str, warm: bool = False) -> Cell:
+    async def start(cls, spawner: Spawner, hierarchy: Hierarchy, name: str, profile: Profile) -> Cell:
         """A jail whose init is ready, in a cgroup leaf of its own where the host has one. JailFailed with the reason."""
         cell = cls(spawner)
         try:
-            await cell._start(hierarchy, name, warm)
+            await cell._start(hierarchy, name, profile)
         except BaseException:
             await asyncio.shield(cell.stop())
             raise
         return cell
 
-    async def _start(self, hierarchy: Hierarchy, name: str, warm: bool) -> None:
+    async def _start(self, hierarchy: Hierarchy, name: str, profile: Profile) -> None:
         self._log_fd, log_far = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._log_fd, False)
-        started = self._spawner.call(lambda: self._spawner.start(self._far.fileno(), log_far, warm))
+        started = self._spawner.call(lambda: self._spawner.start(profile, self._far.fileno(), log_far))
         try:
             self._process = await asyncio.shield(asyncio.ensure_future(started))
         finally:
@@ -88,6 +91,7 @@ class Cell:
             if not self.init_pid:
                 self.init_pid = next(_CREDENTIALS.unpack(raw)[0] for _, kind, raw in ancillary if kind == 2)
                 self._pidfd = os.pidfd_open(self.init_pid)
+                self.idle_address_bytes = tree.address_bytes(self.init_pid)
             if not self._ready.done():
                 self._ready.set_result(None)
         elif len(data) == protocol.REPORT.size:

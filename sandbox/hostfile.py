@@ -3,6 +3,7 @@
 [sandbox]
 python = "/opt/python3.12/bin/python3"   # interpreter inside the jails; default: the one that runs Temper
 preload = ["math", "numpy"]              # imported before the first program where jails are kept warm
+libraries = ["numpy"]                    # Python libraries of this host that programs may import (the default)
 [sandbox.binds]                          # read-only, host path = path in the jail
 "/srv/data" = "/data"
 """
@@ -16,8 +17,9 @@ from typing import Any
 
 from temper.common.errors import ConfigError
 from temper.sandbox.jail import PRELOAD, Host, Interpreter, find_nsjail
+from temper.sandbox.libraries import JUDGE_LIBRARIES, PROGRAM_LIBRARIES, find_libraries
 
-KEYS = {"python": str, "binds": dict, "preload": list}
+KEYS = {"python": str, "binds": dict, "preload": list, "libraries": list}
 
 
 def load_host(file: Path | None = None) -> Host:
@@ -42,7 +44,23 @@ def load_host(file: Path | None = None) -> Host:
     preload = section.get("preload", list(PRELOAD))
     if not all(isinstance(name, str) and name.replace(".", "").replace("_", "").isalnum() for name in preload):
         raise ConfigError(f"{file}: sandbox.preload is {preload!r}, expected module names")
-    return Host(find_nsjail(), Interpreter.of(section.get("python")), dict(binds), tuple(preload))
+    python = section.get("python")
+    libraries = section.get("libraries", list(PROGRAM_LIBRARIES))
+    if not all(isinstance(name, str) and name.isidentifier() for name in libraries):
+        raise ConfigError(f"{file}: sandbox.libraries is {libraries!r}, expected top-level module names")
+    found = find_libraries(libraries, python)
+    if "libraries" in section and (missing := [name for name in libraries if name not in found]):
+        raise ConfigError(
+            f"{file}: sandbox.libraries: {', '.join(missing)} cannot be imported by {python or 'this Python'}"
+        )
+    return Host(
+        find_nsjail(),
+        Interpreter.of(python),
+        dict(binds),
+        tuple(preload),
+        found,
+        find_libraries(JUDGE_LIBRARIES, python),
+    )
 
 
 def _section(file: Path) -> dict[str, Any]:

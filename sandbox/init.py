@@ -42,6 +42,7 @@ KEEP, LOUD = (
     2,
 )  # flags: leave the workspace as it is after this program; an uncaught exception is exit code 70, not 1
 UNCAUGHT = 70
+LIBRARIES = "/opt/libraries"
 SPACES = ("/tmp", "/dev/shm")
 POLL_MS = 100
 
@@ -121,6 +122,8 @@ def run_python(path: str, arguments: list[str], uncaught: int) -> int:
             import random
 
             random.seed(int(os.environ["TEMPER_SEED"]))
+        if b"numpy" in source:
+            seed_numpy(int(os.environ["TEMPER_SEED"]))
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:
         code = exit_code(error)
@@ -129,6 +132,14 @@ def run_python(path: str, arguments: list[str], uncaught: int) -> int:
         sys.excepthook(type(error), error.with_traceback(trace and trace.tb_next), trace and trace.tb_next)
         code = uncaught
     return code
+
+
+def seed_numpy(seed: int) -> None:
+    try:
+        import numpy
+    except ImportError:
+        return  # the program will find out itself
+    numpy.random.seed(seed % (1 << 32))
 
 
 def exit_code(error: SystemExit) -> int:
@@ -359,6 +370,8 @@ def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel spares the first process of a pid namespace
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    if os.path.isdir(LIBRARIES):
+        sys.path.append(LIBRARIES)
     warm_up(preload)
     os.umask(0o022)
     sock = _socket.socket(fileno=control_fd)

@@ -12,16 +12,16 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from temper.common.errors import EnvironmentFault
+from temper.sandbox.libraries import JUDGE_LIBRARIES, PROGRAM_LIBRARIES, binds_of, find_libraries
 
 POLICY = Path(__file__).with_name("policy.cfg")
 INIT = Path(__file__).with_name("init.py")
 INIT_IN_JAIL = "/opt/temper/init.pyc"
-LIBRARIES_IN_JAIL = "/opt/libraries"
 CONTROL_FD = 3
 NOBODY = 65534
 PRELOAD = ("math", "random", "re", "collections", "itertools", "functools", "heapq", "bisect", "string", "operator")
@@ -90,18 +90,54 @@ def enterable_by_others(path: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Profile:
+    """A kind of jail: the libraries that it can import and the modules that its interpreter has imported beforehand."""
+
+    name: str
+    libraries: Mapping[str, Path] = field(default_factory=dict)
+    preload: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Host:
-    """Everything host-specific about starting a jail. `binds`: host path -> path in the jail, read-only."""
+    """Everything host-specific about starting a jail. `binds`: host path -> path in the jail, read-only.
+
+    `libraries` are for programs, `judge_libraries` for the suites, checkers and graders that judge them.
+    """
 
     nsjail: Path
     interpreter: Interpreter
     binds: Mapping[str, str] = field(default_factory=dict)
-    preload: Sequence[str] = PRELOAD
+    preload: tuple[str, ...] = PRELOAD
+    libraries: Mapping[str, Path] = field(default_factory=dict)
+    judge_libraries: Mapping[str, Path] = field(default_factory=dict)
 
     @classmethod
     def here(cls, python: str | None = None) -> Host:
         """This host with its defaults; EnvironmentFault when nsjail is missing."""
-        return cls(find_nsjail(), Interpreter.of(python))
+        return cls(
+            find_nsjail(),
+            Interpreter.of(python),
+            libraries=find_libraries(PROGRAM_LIBRARIES, python),
+            judge_libraries=find_libraries(JUDGE_LIBRARIES, python),
+        )
+
+    def fresh(self) -> Profile:
+        """For a program alone: nothing is preloaded."""
+        return Profile("fresh", self.libraries)
+
+    def warm(self, used: tuple[str, ...] = ()) -> Profile:
+        """For many programs that import `used` of the libraries."""
+        return Profile("+".join(("warm", *used)), self.libraries, (*self.preload, *used))
+
+    def judge(self) -> Profile:
+        """For what judges programs."""
+        return Profile("judge", self.judge_libraries, ("json", *self.preload))
+
+    def sources(self) -> set[Path]:
+        """Every host path that some jail needs to reach."""
+        found = {*map(Path, self.binds), *map(Path, binds_of({**self.libraries, **self.judge_libraries}))}
+        return found | {self.interpreter.prefix} if self.interpreter.outside_usr else found
 
     def identity(self) -> list[str]:
         """uid 65534 inside; outside an unprivileged one: 65534 when root starts it, else the user's own."""
@@ -110,19 +146,18 @@ class Host:
         return ["-u", str(NOBODY), "-g", str(NOBODY)]
 
     def command(
-        self, log_fd: int, control_fd: int, init: Path, prefix: Path | None = None, pid_fd: int = -1, warm: bool = False
+        self, profile: Profile, log_fd: int, control_fd: int, pid_fd: int, init: Path, reachable: Mapping[Path, Path]
     ) -> list[str]:
-        """nsjail's command line. `control_fd` is the init's socket, `init` the init's file, `prefix` where the
-        interpreter's folder can be reached by the jail's uid, when not at its own path. `pid_fd`: see init.Pids.
-        `warm`: the jail serves many programs, so libraries are preloaded."""
-        binds = {str(init): INIT_IN_JAIL, **self.binds}
+        """nsjail's command line. `control_fd` is the init's socket, `pid_fd` see init.Pids, `init` the init's file,
+        `reachable` where the jail's uid reaches a path that it cannot walk to."""
+        binds = {**self.binds, **binds_of(dict(profile.libraries))}
         if self.interpreter.outside_usr:
-            binds[str(prefix or self.interpreter.prefix)] = str(self.interpreter.prefix)
+            binds[str(self.interpreter.prefix)] = str(self.interpreter.prefix)
         command = [str(self.nsjail), "-q", "-C", str(POLICY), "--log_fd", str(log_fd), *self.identity()]
-        command += ["--pass_fd", str(control_fd)]
+        command += ["--pass_fd", str(control_fd), "-R", f"{init}:{INIT_IN_JAIL}"]
         if pid_fd >= 0:
             command += ["--pass_fd", str(pid_fd), "--cap", "CAP_CHECKPOINT_RESTORE"]
         for source, target in binds.items():
-            command += ["-R", f"{source}:{target}"]
+            command += ["-R", f"{reachable.get(Path(source), source)}:{target}"]
         command += ["--", str(self.interpreter.binary), "-S", "-s", "-P", INIT_IN_JAIL, str(control_fd), str(pid_fd)]
-        return [*command, *(self.preload if warm else ())]
+        return [*command, *profile.preload]

@@ -27,7 +27,7 @@ KILL_TIMEOUT_S = 3.0
 CHECK_S = 0.1
 MOST_SLACK = 5.0  # times the wall limit: the most that a loaded host may prolong it
 HEADROOM_BYTES = 512 * 1024 * 1024  # address space beyond the memory limit where a cgroup decides
-BASE_BYTES = 96 * 1024 * 1024  # address space of an idle interpreter, where nothing but the rlimit decides
+ROOM_BYTES = 64 * 1024 * 1024  # the same where nothing but the rlimit decides: libraries, stacks
 FILE_BYTES = 64 * 1024 * 1024
 DESCRIPTORS = 256
 
@@ -80,7 +80,8 @@ class Run:
         cell, limits, request = self._cell, self._limits, self._request
         if cell.leaf is not None:
             cell.leaf.arm(limits.memory_bytes, limits.pids + 1)
-        address = limits.memory_bytes + (BASE_BYTES if cell.leaf is None else HEADROOM_BYTES)
+        address = limits.memory_bytes + cell.idle_address_bytes
+        address += ROOM_BYTES if cell.leaf is None else HEADROOM_BYTES
         if request.unbounded_address_space:
             address = 0
         header = protocol.REQUEST.pack(

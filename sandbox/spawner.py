@@ -11,13 +11,13 @@ import asyncio
 import ctypes
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from temper.common.errors import EnvironmentFault
-from temper.sandbox.jail import INIT, Host, Interpreter, enterable_by_others
+from temper.sandbox.jail import INIT, Host, Interpreter, Profile, enterable_by_others
 
 _CLONE_NEWNS = 0x00020000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
@@ -38,30 +38,31 @@ def compiled_init(interpreter: Interpreter, folder: Path) -> Path:
 
 
 class Spawner:
-    """`folder` is the worker's state folder; `init` and, if need be, `prefix` are made reachable below it."""
+    """`folder` is the worker's state folder; the init and what the jails' uid cannot walk to are made reachable in it."""
 
     def __init__(self, host: Host, folder: Path) -> None:
         self.host = host
         self.init = compiled_init(host.interpreter, folder)
-        self.prefix: Path | None = None
-        needs_bind = (
-            os.geteuid() == 0 and host.interpreter.outside_usr and not enterable_by_others(host.interpreter.prefix)
-        )
+        self.reachable: dict[Path, Path] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="nsjail-spawner")
-        if needs_bind:
-            self.prefix = folder / "python"
-            self.prefix.mkdir(mode=0o755)
-            self._pool.submit(_bind_privately, host.interpreter.prefix, self.prefix).result(timeout=10)
+        if os.geteuid() == 0:
+            for number, source in enumerate(sorted(host.sources())):
+                if not enterable_by_others(source):
+                    target = folder / f"bind-{number}"
+                    target.mkdir(mode=0o755) if source.is_dir() else target.touch(mode=0o644)
+                    self.reachable[source] = target
+        if self.reachable:
+            self._pool.submit(_bind_privately, self.reachable).result(timeout=10)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a short blocking call in the spawner's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
-    def start(self, control_fd: int, log_fd: int, warm: bool = False) -> subprocess.Popen[bytes]:
-        """Start one jail (call it in the thread); `warm` if it will serve many programs."""
+    def start(self, profile: Profile, control_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
+        """Start one jail (call it in the thread)."""
         pid_fd = _last_pid_fd()
         try:
-            command = self.host.command(log_fd, control_fd, self.init, self.prefix, pid_fd, warm)
+            command = self.host.command(profile, log_fd, control_fd, pid_fd, self.init, self.reachable)
             return _popen(command, log_fd, (control_fd, log_fd, *((pid_fd,) if pid_fd >= 0 else ())))
         finally:
             if pid_fd >= 0:
@@ -92,16 +93,17 @@ def _popen(command: Sequence[str], log_fd: int, fds: tuple[int, ...]) -> subproc
     )
 
 
-def _bind_privately(source: Path, target: Path) -> None:
+def _bind_privately(targets: Mapping[Path, Path]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
 
     def check(result: int, what: str) -> None:
         if result != 0:
             raise EnvironmentFault(
-                f"{source} cannot be entered by the jail's uid, and {what} failed ({os.strerror(ctypes.get_errno())}): "
-                f"`chmod o+x` its parents or use another Python"
+                f"{', '.join(map(str, targets))} cannot be entered by the jail's uid, and {what} failed "
+                f"({os.strerror(ctypes.get_errno())}): `chmod o+x` the folders above, or use another Python"
             )
 
     check(libc.unshare(_CLONE_NEWNS), "a private mount namespace")
     check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "making mounts private")
-    check(libc.mount(bytes(source), bytes(target), None, _MS_BIND, None), "a private bind mount")
+    for source, target in targets.items():
+        check(libc.mount(bytes(source), bytes(target), None, _MS_BIND, None), "a private bind mount")

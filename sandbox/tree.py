@@ -53,3 +53,8 @@ def usage(root: int) -> Usage:
         cpu += sum(map(int, fields[11:15])) / _TICKS
         waited = max(waited, int(delays[1]) / 1e9)
     return Usage(memory, cpu, waited)
+
+
+def address_bytes(pid: int) -> int:
+    """Size of a process's address space."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * _PAGE

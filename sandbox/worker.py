@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from temper.common.log import log
@@ -17,8 +18,9 @@ from temper.sandbox import verdicts
 from temper.sandbox.admission import refuse
 from temper.sandbox.cell import Cell
 from temper.sandbox.cgroups import Hierarchy, discover
-from temper.sandbox.jail import Host
+from temper.sandbox.jail import Host, Profile
 from temper.sandbox.jobs import run_job
+from temper.sandbox.languages import LANGUAGES
 from temper.sandbox.pool import JOBS_PER_JAIL, Pool
 from temper.sandbox.run import JailFailed
 from temper.sandbox.spawner import Spawner
@@ -41,11 +43,7 @@ class Worker:
         self.running: set[Cell] = set()
         self.began = asyncio.Event()  # some job has begun to run
         self._background: set[asyncio.Task[None]] = set()
-        self._pools = {
-            "pool": Pool(slots, 1, self._start, self._stop),
-            "fork": Pool(slots, JOBS_PER_JAIL, lambda: self._start(warm=True), self._stop),
-            "judge": Pool(slots, JOBS_PER_JAIL, lambda: self._start(warm=True), self._stop),  # suites and checkers
-        }
+        self._pools: dict[str, Pool] = {}
 
     async def __aenter__(self) -> Worker:
         self._state.sweep()
@@ -82,10 +80,10 @@ class Worker:
                 return verdicts.infra(str(error))
 
     async def _fresh(self, job: SandboxJob) -> Verdict:
-        cell = await self._start()
+        cell = await self._start(self.host.fresh())
         self._use(cell)
         try:
-            return await run_job(cell, job, self._pools["judge"].borrow)
+            return await run_job(cell, job, self._judges)
         finally:
             await self._finish(self._stop(cell))
 
@@ -99,12 +97,33 @@ class Worker:
         return await self._in_pool(job)
 
     async def _in_pool(self, job: SandboxJob) -> Verdict:
-        async with self._pools[job.mode].borrow() as cell:
+        profile = self.host.fresh() if job.mode == "pool" else self.host.warm(self._used(job))
+        async with self._lend(profile, once=job.mode == "pool") as cell:
             self._use(cell)
             try:
-                return await run_job(cell, job, self._pools["judge"].borrow)
+                return await run_job(cell, job, self._judges)
             finally:
                 self.running.discard(cell)
+
+    def _used(self, job: SandboxJob) -> tuple[str, ...]:
+        """The host's libraries that the program seems to import: it then runs where they are imported already."""
+        source = job.files[LANGUAGES[job.language].entry]
+        return tuple(
+            name
+            for name in self.host.libraries
+            if b"import " + name.encode() in source or b"from " + name.encode() in source
+        )
+
+    def _judges(self) -> AbstractAsyncContextManager[Cell]:
+        """A jail for a suite or a checker; no program ever runs in it."""
+        return self._lend(self.host.judge())
+
+    def _lend(self, profile: Profile, once: bool = False) -> AbstractAsyncContextManager[Cell]:
+        pool = self._pools.get(profile.name)
+        if pool is None:
+            share = 1 if once else JOBS_PER_JAIL
+            pool = self._pools[profile.name] = Pool(self.slots, share, lambda: self._start(profile), self._stop)
+        return pool.borrow()
 
     def _use(self, cell: Cell) -> None:
         self.running.add(cell)
@@ -116,12 +135,12 @@ class Worker:
         finally:
             self.running.discard(cell)
 
-    async def _start(self, warm: bool = False) -> Cell:
+    async def _start(self, profile: Profile) -> Cell:
         assert self._spawner is not None, "enter the worker first"
         for attempt in range(1, START_ATTEMPTS + 1):
             self._cells += 1
             try:
-                return await Cell.start(self._spawner, self.hierarchy, f"jail-{self._cells}", warm)
+                return await Cell.start(self._spawner, self.hierarchy, f"jail-{self._cells}", profile)
             except JailFailed as error:
                 if attempt == START_ATTEMPTS:
                     raise
