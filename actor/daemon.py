@@ -55,6 +55,7 @@ class ActorDaemon(PeerDaemon):
         modules = built_in_domains() if host.domains is None else list(host.domains)
         super().__init__(role, name, address, key_file=key_file, slots=host.slots, domains=domain_digests(modules))
         self._leases: asyncio.Queue[Lease] = asyncio.Queue()
+        self._queued: set[tuple[int, int]] = set()  # (lease, attempt) in the queue
         self._domains: dict[str, asyncio.Task[Domain | DomainRefused]] = {}
         self._bundle: asyncio.Future[dict[str, bytes]] | None = None
         self._client: WeightClient | None = None
@@ -71,7 +72,7 @@ class ActorDaemon(PeerDaemon):
         """Handlers only put into queues and futures."""
         self._bundle = asyncio.get_running_loop().create_future()
         self._client = WeightClient(peer)
-        peer.on(Lease, lambda lease, frames: self._leases.put_nowait(lease))
+        peer.on(Lease, self._on_lease)
         peer.on(SampleRefused, self._on_refused)
         peer.on(Bundle, self._on_bundle)
         peer.on(JobDone, self._on_job_done)
@@ -119,6 +120,9 @@ class ActorDaemon(PeerDaemon):
                 lease = await self._leases.get()
             else:
                 lease = await self.wait_for("broker: a lease", self._leases.get(), float("inf"))
+            if (lease.lease_id, lease.attempt) not in self._queued:
+                continue  # refused meanwhile
+            self._queued.discard((lease.lease_id, lease.attempt))
             held = serving.take(lease)
             held.task = self.spawn(serving.serve(held), f"serve {lease_name(lease.lease_id)}")
 
@@ -129,9 +133,10 @@ class ActorDaemon(PeerDaemon):
             return
         while not self._leases.empty():
             lease = self._leases.get_nowait()
-            self.peer.post(Return(lease.lease_id, lease.attempt, "drain", reason[:200]))
+            if (lease.lease_id, lease.attempt) in self._queued:
+                self.peer.post(Return(lease.lease_id, lease.attempt, "drain", reason[:200]))
         for held in list(serving.held.values()):
-            serving.cancel(held)
+            serving.drain(held)
         tasks = [held.task for held in serving.held.values() if held.task is not None]
         if tasks:
             _, left = await asyncio.wait(tasks, timeout=GRADING_GRACE_S)
@@ -139,6 +144,8 @@ class ActorDaemon(PeerDaemon):
                 task.cancel()
             if left:
                 await asyncio.wait(left, timeout=GRADING_GRACE_S)
+        for held in list(serving.held.values()):
+            serving.give_back(held)
         with contextlib.suppress(PeerLost):
             await self.peer.flush(max(self.drain_timeout_s / 2, 1.0))
 
@@ -182,11 +189,19 @@ class ActorDaemon(PeerDaemon):
         if self._grader is not None:
             self._grader.on_done(done, frames)
 
+    def _on_lease(self, lease: Lease, frames: list[memoryview]) -> None:
+        self._queued.add((lease.lease_id, lease.attempt))
+        self._leases.put_nowait(lease)
+
     def _on_refused(self, refused: SampleRefused, frames: list[memoryview]) -> None:
-        held = self._serving.held.get((refused.lease_id, refused.attempt)) if self._serving is not None else None
-        if held is not None and self._serving is not None and not held.refused:
-            log(f"{lease_name(refused.lease_id)} attempt {refused.attempt} is abandoned: {refused.reason}")
-            self._serving.cancel(held, refused=True)
+        key = (refused.lease_id, refused.attempt)
+        held = self._serving.held.get(key) if self._serving is not None else None
+        if key not in self._queued and (held is None or held.refused):
+            return  # it has ended already
+        log(f"{lease_name(refused.lease_id)} attempt {refused.attempt} is abandoned: {refused.reason}")
+        self._queued.discard(key)
+        if held is not None and self._serving is not None:
+            self._serving.refuse(held)
 
     def _on_commit(self, version: Version) -> None:
         self.version = version

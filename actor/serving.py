@@ -52,6 +52,7 @@ class Held:
     task: asyncio.Task[None] | None = None
     finished: deque[SampleOut] = field(default_factory=deque)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    started: bool = False
     refused: bool = False
 
 
@@ -136,10 +137,23 @@ class Serving:
             self._return(held, cause or "infra", error or "samples are missing without a cause")
         self._parts.progress(f"{lease_name(lease.lease_id)} of {lease.domain} ended")
 
-    def cancel(self, held: Held, *, refused: bool = False) -> None:
-        """Stop generating for a lease. `refused`: the broker knows already and wants no `Return`."""
-        held.refused = held.refused or refused
-        self._parts.threads.call_soon(held.lease.domain, held.cancel.set)
+    def drain(self, held: Held) -> None:
+        """Stop generating for a lease; what is being graded goes on. One that has not started goes back at once."""
+        if held.started:
+            self._parts.threads.call_soon(held.lease.domain, held.cancel.set)
+        elif held.task is not None:
+            held.task.cancel()
+
+    def give_back(self, held: Held) -> None:
+        """Return a lease whose task was cancelled before it ran at all."""
+        if self.held.pop((held.lease.lease_id, held.lease.attempt), None) is not None:
+            self._return(held, "drain", "the actor is leaving")
+
+    def refuse(self, held: Held) -> None:
+        """The broker has abandoned this attempt: drop it and its jobs; it wants no `Return`."""
+        held.refused = True
+        if held.task is not None:
+            held.task.cancel()
 
     async def _attempt(self, held: Held) -> tuple[Literal["task", "infra", "drain"] | None, str]:
         parts, lease = self._parts, held.lease
@@ -156,8 +170,7 @@ class Serving:
         rows = 0 if lease.lane == "demo" else len(lease.indices)
         await self._gate.enter(rows)
         try:
-            if held.cancel.is_set:
-                return "drain", "cancelled before its start"
+            held.started = True
             parts.link.post(Touch(lease.lease_id, lease.attempt))
             return await self._run(held, domain)
         finally:
