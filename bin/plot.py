@@ -44,6 +44,9 @@ def draw(run_dir: Path, lines: Sequence[Progress], out: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "temper"}
+    )  # small, and the same for the same run
     import matplotlib.pyplot as plt
 
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 5), sharex=True, height_ratios=(3, 1), layout="constrained")

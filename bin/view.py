@@ -199,7 +199,8 @@ def panel(picture: Picture, now: float) -> RenderableType:
         Text(f"{process.name} {process.note or process.state}", style=colours.get(process.state, "dim"))
         for process in picture.processes
     )
-    bar = ProgressBar(total=max(1, picture.max_steps), completed=picture.step)
+    bar = Table.grid(expand=True)  # a bare bar ends without a new line
+    bar.add_row(ProgressBar(total=max(1, picture.max_steps), completed=picture.step))
     return Panel(
         Group(head, bar, table, processes), title=f"temper {picture.name}", subtitle=picture.run_dir, title_align="left"
     )

@@ -57,6 +57,13 @@ def test_both_forms_show_the_same_facts() -> None:
         assert "reverse 0.31  code -" in text
 
 
+def test_every_fact_has_a_line_of_its_own_in_the_panel() -> None:
+    made = picture()
+    lines = [line.strip("│ ") for line in drawn(view.panel(made, 75.0)).splitlines()]
+    for name, value in view.facts(made):
+        assert any(line.startswith(name) and line.endswith(value) for line in lines), name
+
+
 def test_eta_follows_the_pace_of_the_recent_steps() -> None:
     made = view.Picture("demo", 100, "")
     assert made.eta_s() is None
