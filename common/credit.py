@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 WINDOW_MESSAGES = 1024
 WINDOW_BYTES = 64 * 1024 * 1024
+SEND_MESSAGES = 4096
+SEND_BYTES = 256 * 1024 * 1024
 RESEND_S = 1.0
 RESEND_LIMIT_S = 8.0
 REFRESH_S = 5.0
@@ -49,9 +51,12 @@ class Channel(Generic[T]):
     way; the other side's limits arrive with its handshake (`grant`) and its acknowledgements."""
 
     __slots__ = (
+        "_acked_bytes",
         "_arrived_bytes",
         "_gap",
         "_gap_answered",
+        "_granted_bytes",
+        "_granted_messages",
         "_pending",
         "_refresh_at",
         "_released_bytes",
@@ -91,7 +96,10 @@ class Channel(Generic[T]):
         self.sent = 0  # last sequence given out
         self.sent_bytes = 0
         self.acked = 0  # last of ours the peer acknowledged
-        self.limit_messages = 0
+        self._acked_bytes = 0
+        self._granted_messages = 0  # what the peer allowed
+        self._granted_bytes = 0
+        self.limit_messages = 0  # what it allowed, within our own bounds
         self.limit_bytes = 0
         self.largest_bytes = 0  # the peer's whole window: no message may exceed it
         self._wait_s = self._resend_s
@@ -119,13 +127,18 @@ class Channel(Generic[T]):
     @property
     def unacked_bytes(self) -> int:
         """How many bytes the resend window holds."""
-        return sum(size for _, size in self._window)
+        return self.sent_bytes - self._acked_bytes
 
     def grant(self, limit_messages: int, limit_bytes: int) -> None:
-        """Take the peer's cumulative limits; they never shrink. The first ones are its window."""
-        self.largest_bytes = self.largest_bytes or limit_bytes
-        self.limit_messages = max(self.limit_messages, limit_messages)
-        self.limit_bytes = max(self.limit_bytes, limit_bytes)
+        """Take the peer's cumulative limits; they never shrink. The first ones are its window.
+
+        However much a peer allows, no more than `SEND_MESSAGES` and `SEND_BYTES` are kept for it.
+        """
+        self.largest_bytes = self.largest_bytes or min(limit_bytes, SEND_BYTES)
+        self._granted_messages = max(self._granted_messages, limit_messages)
+        self._granted_bytes = max(self._granted_bytes, limit_bytes)
+        self.limit_messages = min(self._granted_messages, self.acked + SEND_MESSAGES)
+        self.limit_bytes = min(self._granted_bytes, self._acked_bytes + SEND_BYTES)
 
     def may_send(self, size: int) -> bool:
         """True if a message of `size` bytes is within the peer's credit."""
@@ -153,7 +166,7 @@ class Channel(Generic[T]):
             raise ProtocolError(f"acknowledged message {ack.received}, but {self.sent} were sent")
         if ack.received > self.acked:
             for _ in range(ack.received - self.acked):
-                self._window.popleft()
+                self._acked_bytes += self._window.popleft()[1]
             self.acked = ack.received
             self._wait_s = self._resend_s
             self._resend_at = now + self._wait_s if self._window else float("inf")
@@ -184,10 +197,10 @@ class Channel(Generic[T]):
     def restart(self, limit_messages: int, limit_bytes: int, now: float) -> Iterator[tuple[int, T]]:
         """The peer is a new incarnation that knows nothing of us: number what is unacknowledged from 1 again, forget
         the receive cursor, and return what to transmit."""
+        kept_bytes = self.unacked_bytes
         self._reset()
         self.grant(limit_messages, limit_bytes)
-        self.sent = len(self._window)
-        self.sent_bytes = self.unacked_bytes
+        self.sent, self.sent_bytes = len(self._window), kept_bytes
         if self._window:
             self._resend_at = now + self._wait_s
         return self.resend()

@@ -42,6 +42,9 @@ PeerId = bytes
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 30.0
+ACKNOWLEDGE_S = 0.002
+ACKNOWLEDGE_LIMIT_S = 0.1
+ACKNOWLEDGEMENTS_PER_S = 5000  # about, in all
 TURN_MESSAGES = 512
 TURN_BYTES = 32 * 1024 * 1024
 PEERS = 4096
@@ -132,7 +135,9 @@ class Router:
         self._peers: dict[PeerId, _Remote] = {}
         self._closed: OrderedDict[PeerId, Refused] = OrderedDict()
         self._answered: set[PeerId] = set()  # strangers that got their answer since the last tick
-        self._due: set[_Remote] = set()
+        self._due: set[_Remote] = set()  # acknowledged soon
+        self._urgent: set[_Remote] = set()  # acknowledged at the end of this turn
+        self._due_timer: asyncio.TimerHandle | None = None
         self._flush_scheduled = False
         self._receiving = False
         self._closures: list[tuple[PeerId, str]] = []
@@ -181,7 +186,7 @@ class Router:
         return True
 
     def acknowledge(self, peer: PeerId, sequence: int, release: bool = True) -> None:
-        """Everything from `peer` up to `sequence` is taken and as durable as it must be. Sent once a loop turn.
+        """Everything from `peer` up to `sequence` is taken and as durable as it must be. Sent within milliseconds.
 
         With `release` False the peer's credit stays used until `release` gives it back: that is how a full queue stops
         its producers.
@@ -240,7 +245,9 @@ class Router:
     def close(self, linger_ms: int = 200) -> None:
         """Stop; what was sent gets `linger_ms` to leave."""
         self._timer.cancel()
-        self._flush()
+        if self._due_timer is not None:
+            self._due_timer.cancel()
+        self._acknowledge(self._urgent | self._due)
         self._link.close()
         self._bound.close(linger_ms)
         self._leave()
@@ -349,19 +356,33 @@ class Router:
             Session(self._link, peer, self.epoch, Channel()).transient(refused)
 
     def _owe(self, remote: _Remote) -> None:
-        self._due.add(remote)
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
+        """Acknowledge this turn if that is urgent, else soon: one answers for many, however many peers there are."""
+        if remote.session.channel.ack_urgent:
+            self._urgent.add(remote)
+            if not self._flush_scheduled:
+                self._flush_scheduled = True
+                self._loop.call_soon(self._flush)
+        elif remote not in self._due:
+            self._due.add(remote)
+            if self._due_timer is None:
+                delay_s = min(max(ACKNOWLEDGE_S, len(self._peers) / ACKNOWLEDGEMENTS_PER_S), ACKNOWLEDGE_LIMIT_S)
+                self._due_timer = self._loop.call_later(delay_s, self._flush_due)
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        if self._due:
-            now = self._loop.time()
-            for remote in self._due:
-                if remote.id in self._peers:
-                    remote.session.acknowledge(now)
-            self._due.clear()
+        if self._urgent:
+            self._acknowledge(self._urgent)
+
+    def _flush_due(self) -> None:
+        self._due_timer = None
+        self._acknowledge(self._due)
+
+    def _acknowledge(self, remotes: set[_Remote]) -> None:
+        now = self._loop.time()
+        for remote in remotes:
+            if remote.id in self._peers:
+                remote.session.acknowledge(now)
+        remotes.clear()
 
     def _tick(self) -> None:
         now = self._loop.time()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from temper.common.credit import DELIVER, DUPLICATE, GAP, REFRESH_S, RESEND_LIMIT_S, Channel
+from temper.common.credit import DELIVER, DUPLICATE, GAP, REFRESH_S, RESEND_LIMIT_S, SEND_BYTES, SEND_MESSAGES, Channel
 from temper.common.errors import ProtocolError
 from temper.common.schema import Ack
 
@@ -154,6 +154,20 @@ def test_credit_is_counted_in_messages_and_in_bytes() -> None:
     assert not channel.may_send(0)
     channel.on_ack(Ack(1, 3, 12), 0.0)
     assert channel.may_send(6) and not channel.may_send(7)
+
+
+def test_however_much_a_peer_allows_only_so_much_is_kept_for_it() -> None:
+    channel: Channel[str] = Channel()
+    channel.grant(2**60, 2**60)
+    while channel.send("x", 0, 0.0):
+        pass
+    assert channel.unacked == SEND_MESSAGES
+    channel.on_ack(Ack(10, 2**60, 2**60), 0.0)
+    assert all(channel.send("y", 16, 0.0) for _ in range(10)) and not channel.send("z", 0, 0.0)
+    assert (channel.unacked, channel.unacked_bytes) == (SEND_MESSAGES, 160)
+    large: Channel[str] = Channel()
+    large.grant(2**60, 2**60)
+    assert large.send("x", SEND_BYTES, 0.0) and not large.send("y", 1, 0.0)
 
 
 def test_credit_kept_back_stops_the_sender_until_it_is_released() -> None:

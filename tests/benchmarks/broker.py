@@ -1,0 +1,344 @@
+"""What a message costs in the broker's pump, beside ZeroMQ's own `zmq.proxy` over the same sockets, sizes and clients.
+
+    bin/bench broker [--json FILE] [--messages N] [--repeat R]
+
+Every row is one process in the middle (a relay), light producers before it and a consumer behind it, all over ipc. The relay
+``pump`` is a Router that forwards what producers send to the consumer, under credit and with acknowledgements both ways;
+``proxy`` moves the same frames without any of that; ``direct`` is no relay at all. `cpu_us` is the relay's processor time
+a message, all threads: the stable figure on a shared machine. Rates are of the best of R repetitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+from temper.common.schema import Ack, Hello, SampleMeta, Samples, Welcome
+from temper.common.sockets import routing_id
+from temper.common.wire import encode, pack_fields, pack_meta, unpack_fields, unpack_meta
+
+KIBIBYTE, MEBIBYTE = 1024, 1024 * 1024
+EPOCH = 9
+ACK_EVERY = 64  # as often as a Peer does, about
+ACK_BYTES = 4 * MEBIBYTE
+BODY = pack_meta(Samples(5, 1, 7, [SampleMeta(0, "stop", 1.0, True, {"exact": 1.0}, "ok", [(7, 1, 16)])], []))
+CREDIT = 2**40
+CONSUMER_WINDOW = 4096
+
+
+# ---------------------------------------------------------------- the relays, each in its own process
+
+
+async def pump(folder: str, messages: int) -> dict[str, float]:
+    """A broker that forwards. CPU is taken from the first message to the last."""
+    import asyncio
+
+    from temper.common.pump import Delivery, Router
+
+    over = asyncio.get_running_loop().create_future()
+    consumer = b""
+    count = 0
+    begun = (0.0, 0.0)
+
+    def welcome(peer: bytes, hello: Hello) -> Welcome:
+        nonlocal consumer
+        if hello.role == "learner":
+            consumer = peer
+        return Welcome("bench", "{}", 0, 1.0)
+
+    def on_batch(deliveries: list[Delivery]) -> None:
+        nonlocal count, begun
+        if count == 0:
+            begun = (time.process_time(), time.perf_counter())
+        last: dict[bytes, int] = {}
+        for d in deliveries:
+            router.forward(consumer, d.kind, d.raw_meta, d.frames)
+            last[d.peer] = d.sequence
+        for peer, sequence in last.items():
+            router.acknowledge(peer, sequence)
+        count += len(deliveries)
+        if count >= messages and not over.done():
+            over.set_result((time.process_time() - begun[0], time.perf_counter() - begun[1]))
+
+    router = Router(
+        f"ipc://{folder}/relay",
+        "control",
+        on_batch,
+        lambda peer, reason: print(f"peer closed: {reason}", file=sys.stderr),
+        welcome=welcome,
+        lazy=frozenset({Samples.KIND}),
+    )
+    print("bound", flush=True)
+    cpu_s, wall_s = await over
+    await asyncio.to_thread(sys.stdin.readline)
+    router.close()
+    return {"cpu_us": cpu_s / messages * 1e6, "rate": messages / wall_s}
+
+
+def proxy(folder: str) -> dict[str, float]:
+    """zmq.proxy between a ROUTER and a DEALER. The parent says on stdin when to start and stop counting."""
+    context: Any = zmq.Context.instance()
+    front, back = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    for socket, name in ((front, "control"), (back, "back")):
+        os.makedirs(f"{folder}/relay", exist_ok=True)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(f"ipc://{folder}/relay/{name}.sock")
+    threading.Thread(target=zmq.proxy, args=(front, back), daemon=True).start()
+    print("bound", flush=True)
+    sys.stdin.readline()
+    cpu = time.process_time()
+    sys.stdin.readline()
+    return {"cpu_s": time.process_time() - cpu}
+
+
+# ---------------------------------------------------------------- light clients
+
+
+class Line:
+    """One DEALER with the protocol's credit and acknowledgements, or without when `plain`."""
+
+    def __init__(self, folder: str, role: Any, plain: bool, name: str = "control") -> None:
+        self.plain = plain
+        self.sent = self.sent_bytes = 0
+        self.limit = self.limit_bytes = CREDIT
+        self.socket: Any = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, -1)
+        self.socket.setsockopt(zmq.ROUTING_ID, routing_id())
+        self.socket.connect(f"ipc://{folder}/relay/{name}.sock")
+        if plain:
+            return
+        hello = Hello(role, role, "token", limit_messages=CONSUMER_WINDOW, limit_bytes=CREDIT)
+        self.socket.send_multipart(encode(Hello.KIND, pack_meta(hello), epoch=EPOCH))
+        while self.limit == CREDIT:
+            self.take(block=True)
+
+    def take(self, block: bool) -> list[bytes] | None:
+        """A received message; acknowledgements and the welcome are taken note of."""
+        try:
+            parts: list[bytes] = self.socket.recv_multipart(0 if block else zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        kind = unpack_fields(parts[0])[0] if not self.plain else Samples.KIND
+        if kind in (Ack.KIND, Welcome.KIND):
+            body: Any = unpack_meta(parts[1], Ack if kind == Ack.KIND else Welcome)
+            self.limit, self.limit_bytes = body.limit_messages, body.limit_bytes
+        return parts if kind == Samples.KIND else []
+
+    def send(self, payload: bytes) -> None:
+        """Send one message once there is credit for it."""
+        size = len(BODY) + len(payload)
+        while self.sent >= self.limit or self.sent_bytes + size > self.limit_bytes:
+            self.take(block=True)
+        self.sent += 1
+        self.sent_bytes += size
+        header = pack_fields(Samples.KIND, 0, 0, EPOCH, self.sent, size)
+        self.socket.send(header, zmq.SNDMORE)
+        self.socket.send(BODY, zmq.SNDMORE)
+        self.socket.send(payload, copy=len(payload) < 64 * KIBIBYTE)
+        if self.sent % ACK_EVERY == 0 and not self.plain:
+            while self.take(block=False) is not None:
+                pass
+
+
+def produce(folder: str, plain: bool, messages: int, size: int, peers: int, rate: float) -> None:
+    """Send `messages` of `size` bytes over `peers` connections, at `rate` a second (0: as fast as possible)."""
+    lines = [Line(folder, "actor", plain) for _ in range(peers)]
+    filler = os.urandom(max(size - 8, 0))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    started = time.perf_counter()
+    for number in range(messages):
+        if rate:
+            while time.perf_counter() < started + number / rate:
+                time.sleep(0)
+        lines[number % peers].send(time.monotonic_ns().to_bytes(8, "little") + filler)
+    print("sent", flush=True)
+    sys.stdin.readline()
+    os._exit(0)
+
+
+def consume(folder: str, plain: bool, name: str, messages: int) -> dict[str, float]:
+    """Take `messages`, acknowledging; rate and latency percentiles."""
+    line = Line(folder, "learner", plain, name)
+    print("ready", flush=True)
+    latencies: list[int] = []
+    first = count = size = acknowledged = acknowledged_bytes = 0
+    while count < messages:
+        parts = line.take(block=True)
+        if not parts:
+            continue
+        now = time.monotonic_ns()
+        first = first or now
+        count += 1
+        size += sum(map(len, parts[-2:]))
+        latencies.append(now - int.from_bytes(parts[-1][:8], "little"))
+        if not plain and (count - acknowledged == ACK_EVERY or size - acknowledged_bytes >= ACK_BYTES):
+            acknowledged, acknowledged_bytes = count, size
+            ack = pack_meta(Ack(count, count + CONSUMER_WINDOW, CREDIT))
+            line.socket.send_multipart(encode(Ack.KIND, ack, epoch=EPOCH), zmq.NOBLOCK)
+    latencies.sort()
+    seconds = (time.monotonic_ns() - first) / 1e9
+    return {
+        "rate": count / seconds,
+        "p50_us": latencies[count // 2] / 1000,
+        "p99_us": latencies[count * 99 // 100] / 1000,
+    }
+
+
+def direct(folder: str, messages: int) -> dict[str, float]:
+    """A consumer that producers reach without a relay."""
+    socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
+    os.makedirs(f"{folder}/relay", exist_ok=True)
+    socket.bind(f"ipc://{folder}/relay/control.sock")
+    print("ready", flush=True)
+    latencies = []
+    for _ in range(messages):
+        parts = socket.recv_multipart()
+        latencies.append(time.monotonic_ns() - int.from_bytes(parts[-1][:8], "little"))
+    latencies.sort()
+    return {"p50_us": latencies[messages // 2] / 1000, "p99_us": latencies[messages * 99 // 100] / 1000}
+
+
+# ---------------------------------------------------------------- one measurement
+
+
+class Child:
+    """A process of this file in one role."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", __file__, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        text = self.process.stdout.readline()
+        if not text:
+            raise RuntimeError(f"{self.process.args!r} ended with {self.process.wait()}")
+        return text.strip()
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def result(self) -> dict[str, float]:
+        found: dict[str, float] = json.loads(self.line())
+        return found
+
+
+def measure(relay: str, size: int, messages: int, peers: int = 1, rate: float = 0.0) -> dict[str, float]:
+    """One row: `messages` of `size` bytes from `peers` connections through `relay`."""
+    plain = relay != "pump"
+    children: list[Child] = []
+
+    def start(*arguments: Any) -> Child:
+        children.append(Child(*arguments))
+        return children[-1]
+
+    with tempfile.TemporaryDirectory(prefix="bench") as folder:
+        try:
+            middle = None
+            if relay == "direct":
+                consumer = start("direct", folder, messages)
+            else:
+                middle = start(relay, folder, messages)
+                middle.line()
+                consumer = start("consume", folder, int(plain), "back" if plain else "control", messages)
+            consumer.line()
+            producer = start("produce", folder, int(plain), messages, size, peers, rate)
+            producer.line()
+            if relay == "proxy" and middle is not None:
+                middle.go()
+            producer.go()
+            measured = consumer.result()
+            if middle is not None:
+                middle.go()
+                relayed = middle.result()
+                measured["cpu_us"] = relayed.get("cpu_us", relayed.get("cpu_s", 0.0) / messages * 1e6)
+            producer.go()
+        finally:
+            for child in children:
+                child.process.kill()
+                child.process.communicate()
+    return measured
+
+
+def best(relay: str, size: int, messages: int, repeat: int, **options: Any) -> dict[str, Any]:
+    """The best of `repeat` measurements: highest rate, lowest CPU and latency."""
+    rounds = [measure(relay, size, messages, **options) for _ in range(repeat)]
+    row: dict[str, Any] = {"relay": relay, "bytes": size, "messages": messages, **options}
+    for key in rounds[0]:
+        values = [measured[key] for measured in rounds]
+        row[key] = round(max(values) if key == "rate" else min(values), 2)
+    if "rate" in row:
+        row["mib_per_s"] = round(row["rate"] * size / MEBIBYTE, 1)
+    return row
+
+
+def main(argv: Sequence[str]) -> dict[str, Any]:
+    """All rows and goals."""
+    parser = argparse.ArgumentParser(prog="bin/bench broker", description=__doc__)
+    parser.add_argument("--messages", type=int, default=60_000, help="of 1 KiB; larger ones in proportion fewer")
+    parser.add_argument("--repeat", type=int, default=3, help="repetitions of each row")
+    arguments = parser.parse_args(argv)
+    n, repeat = arguments.messages, arguments.repeat
+    rows: list[dict[str, Any]] = []
+
+    def row(relay: str, size: int, messages: int, **options: Any) -> dict[str, Any]:
+        rows.append(best(relay, size, messages, repeat, **options))
+        return rows[-1]
+
+    goals: list[dict[str, Any]] = []
+
+    def goal(name: str, text: str, value: float, met: bool) -> None:
+        goals.append({"name": name, "goal": text, "value": round(value, 2), "met": met})
+
+    for size, share, least in ((KIBIBYTE, 1, 0.8), (64 * KIBIBYTE, 8, 0.9), (MEBIBYTE, 60, 0.9)):
+        plain, ours = row("proxy", size, n // share), row("pump", size, n // share)
+        ratio = ours["rate"] / plain["rate"]
+        goal(f"rate at {size // KIBIBYTE} KiB beside zmq.proxy", f">= {least}", ratio, ratio >= least)
+        if size == KIBIBYTE:
+            goal("pump CPU for 1 KiB acknowledged, us", "<= 8", ours["cpu_us"], ours["cpu_us"] <= 8)
+            half = min(ours["rate"], plain["rate"]) / 2
+    few, many = row("pump", KIBIBYTE, n, peers=8), row("pump", KIBIBYTE, n, peers=512)
+    more = many["cpu_us"] / few["cpu_us"] - 1
+    goal("CPU of 512 peers over 8", "<= 0.2", more, more <= 0.2)
+    alone = row("direct", KIBIBYTE, n // 4, rate=round(half))
+    relayed = row("pump", KIBIBYTE, n // 4, rate=round(half))
+    row("proxy", KIBIBYTE, n // 4, rate=round(half))
+    added = relayed["p50_us"] - alone["p50_us"]
+    goal("added latency at half load, p50, us", "< 150", added, added < 150)
+    return {"rows": rows, "goals": goals}
+
+
+def _role(role: str, rest: list[str]) -> None:
+    if role == "pump":
+        import uvloop
+
+        print(json.dumps(uvloop.run(pump(rest[0], int(rest[1])))), flush=True)
+    elif role == "proxy":
+        print(json.dumps(proxy(rest[0])), flush=True)
+        os._exit(0)
+    elif role == "produce":
+        produce(rest[0], rest[1] == "1", int(rest[2]), int(rest[3]), int(rest[4]), float(rest[5]))
+    elif role == "consume":
+        print(json.dumps(consume(rest[0], rest[1] == "1", rest[2], int(rest[3]))), flush=True)
+    else:
+        print(json.dumps(direct(rest[0], int(rest[1]))), flush=True)
+
+
+if __name__ == "__main__":
+    _role(sys.argv[1], sys.argv[2:])
