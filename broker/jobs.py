@@ -139,6 +139,7 @@ class JobBook:
         actions: list[Action] = []
         for job in [job for job in self.jobs.values() if job.requester == requester]:
             actions += self.cancel(requester, job.job_id)
+        actions += [CancelJob(pin[0], name) for name, pin in self._sessions.items() if pin[1] == requester]
         self._sessions = {name: pin for name, pin in self._sessions.items() if pin[1] != requester}
         return actions
 

@@ -304,6 +304,8 @@ class SandboxJob(Part, frozen=True):
     mode: Literal["fresh", "pool", "fork"] = "fresh"
     session_id: str | None = None
     checker: Checker | None = None  # judges every test's stdout instead of the comparison
+    session_s: float = 600.0  # how long a session may live; the first job of a session says it
+    close_session: bool = False  # the session ends after this job, whose verdict brings its files
 
 
 class TestResult(Part, frozen=True):
@@ -335,6 +337,7 @@ class Verdict(Part, frozen=True):
     tests: list[TestResult] = field(default_factory=list)
     detail: str = ""
     weak: bool = False  # decided inside the program's own interpreter: it could have been forged
+    files: dict[str, bytes] = field(default_factory=dict)  # the workspace of a session that this job closed
 
 
 class Job(Body, frozen=True):

@@ -15,6 +15,8 @@ OUTPUT_LIMIT_BYTES = 16 * 1024 * 1024
 
 def refuse(job: SandboxJob) -> str:
     """Why `job` cannot be run at all, "" if it can."""
+    if job.session_id is not None:
+        return refuse_session(job)
     problem = refuse_program(job.language, job.files, job.limits)
     if not problem and job.checker is not None:
         problem = refuse_program(job.checker.language, job.checker.files, job.checker.limits)
@@ -32,6 +34,15 @@ def refuse(job: SandboxJob) -> str:
     return ""
 
 
+def refuse_session(job: SandboxJob) -> str:
+    """A session needs no entry file: its steps are code."""
+    if not 0.1 <= job.session_s <= 24 * 3600:
+        return f"session_s = {job.session_s}, allowed 0.1 to 86400"
+    if job.checker is not None or any(test.suite for test in job.tests):
+        return "a session has no suites and no checker"
+    return refuse_files(job.files) or refuse_limits(job.limits)
+
+
 def refuse_program(language_name: str, files: dict[str, bytes], limits: Limits) -> str:
     """Why a program cannot be run here, "" if it can."""
     language = LANGUAGES.get(language_name)
@@ -43,12 +54,17 @@ def refuse_program(language_name: str, files: dict[str, bytes], limits: Limits) 
         return f"a {language_name} job needs the file {language.entry}; it has {', '.join(sorted(files)[:8]) or 'none'}"
     if language.build and PROGRAM in files:
         return f"the file name {PROGRAM} is taken by what {language_name} builds"
+    return refuse_files(files) or refuse_limits(limits)
+
+
+def refuse_files(files: dict[str, bytes]) -> str:
+    """A workspace has its bounds."""
     if len(files) > FILES_LIMIT:
         return f"{len(files)} files, at most {FILES_LIMIT}"
     size = sum(map(len, files.values()))
     if size > FILES_LIMIT_BYTES:
         return f"files of {size} bytes together, at most {FILES_LIMIT_BYTES}"
-    return refuse_names(files) or refuse_limits(limits)
+    return refuse_names(files)
 
 
 def refuse_names(names: Iterable[str]) -> str:

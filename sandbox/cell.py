@@ -113,6 +113,10 @@ class Cell:
     def alive(self) -> bool:
         return not self._ended.done()
 
+    async def ended(self) -> None:
+        """Wait until the jail has ended."""
+        await asyncio.shield(self._ended)
+
     def log(self) -> str:
         """What nsjail logged so far."""
         try:
@@ -120,13 +124,17 @@ class Cell:
         except (BlockingIOError, OSError):
             return ""
 
-    async def run(self, request: Request, limits: Limits) -> Facts:
-        """Run one program to its end and report. Raises JailFailed only if the jail was dead before it began."""
+    async def ready(self) -> None:
+        """Wait until the jail is clean and can take a program. JailFailed when it cannot."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await asyncio.shield(self._ready)
         except TimeoutError:
             raise JailFailed("the jail did not become ready for its next program") from None
+
+    async def run(self, request: Request, limits: Limits) -> Facts:
+        """Run one program to its end and report. Raises JailFailed only if the jail was dead before it began."""
+        await self.ready()
         run = Run(self, request, limits)
         try:
             return await run.to_end()

@@ -79,6 +79,8 @@ class SandboxDaemon(PeerDaemon):
         if task is not None:
             self.meter.add(metrics.SANDBOX_CANCELLED)
             task.cancel()
+        elif self._worker is not None:
+            self._worker.sessions.end(cancel.job_id)  # the episode of an idle session is over
 
     async def _answer(self, job: Job, frames: list[memoryview]) -> None:
         started = time.monotonic()

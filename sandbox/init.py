@@ -8,9 +8,9 @@ Temper. It guarantees that
 - when the worker dies, the control socket closes, this process exits and the kernel kills all that is left.
 
 Protocol, a SEQPACKET socket. Worker -> init: ``REQUEST`` with descriptors (bundle, stdin, stdout, stderr, and more that
-the program gets from 3 on), or ``b"K"`` (kill what runs). Init -> worker: ``b"R"`` (ready: clean, nothing runs),
-``REPORT``. The bundle is a sequence of length-prefixed byte strings: the seed, number of arguments, arguments, then name and
-content of each file.
+the program gets from 3 on), ``b"I"`` (interrupt what runs) or ``b"K"`` (kill it). Init -> worker: ``b"R"`` (ready: clean,
+nothing runs), ``REPORT``. The bundle is a sequence of length-prefixed byte strings: the seed, number of arguments,
+arguments, then name and content of each file.
 """
 
 from __future__ import annotations
@@ -206,6 +206,13 @@ def kill_all() -> None:
         pass
 
 
+def interrupt(group: int) -> None:
+    try:  # noqa: SIM105
+        os.killpg(group, signal.SIGINT)
+    except ProcessLookupError:
+        pass
+
+
 def watch(sock: _socket.socket, pid: int, cpu_s: float) -> tuple[int, float, int, bool]:
     """Wait for the program's main process while the worker may ask for its death; reap what is reparented to us."""
     clock = (~pid << 3) | 2  # the process's cpu clock, see clock_getcpuclockid(3)
@@ -219,9 +226,13 @@ def watch(sock: _socket.socket, pid: int, cpu_s: float) -> tuple[int, float, int
     while status is None:
         for fd, _ in poller.poll(POLL_MS):
             if fd == sock.fileno():
-                if sock.recv(1) != b"K":
+                word = sock.recv(1)
+                if word == b"I":
+                    interrupt(pid)
+                elif word == b"K":
+                    kill_all()
+                else:
                     _exit(0)  # the worker is gone
-                kill_all()
         try:
             if not over and time.clock_gettime(clock) > cpu_s:
                 over = True

@@ -56,6 +56,17 @@ class Request(msgspec.Struct, frozen=True):
     on_sent: Callable[[], None] | None = None
 
 
+def header_of(cell: Cell, request: Request, limits: Limits) -> bytes:
+    """The init's message for a request: its limits, in what rlimits can say."""
+    address = limits.memory_bytes + cell.idle_address_bytes
+    address += ROOM_BYTES if cell.leaf is None else HEADROOM_BYTES
+    if request.unbounded_address_space:
+        address = 0
+    return protocol.REQUEST.pack(
+        request.kind, request.flags, limits.cpu_s, address, FILE_BYTES, limits.pids + 1, DESCRIPTORS
+    )
+
+
 class Run:
     """One program in a cell: its pipes, its deadline, its end."""
 
@@ -80,13 +91,7 @@ class Run:
         cell, limits, request = self._cell, self._limits, self._request
         if cell.leaf is not None:
             cell.leaf.arm(limits.memory_bytes, limits.pids + 1)
-        address = limits.memory_bytes + cell.idle_address_bytes
-        address += ROOM_BYTES if cell.leaf is None else HEADROOM_BYTES
-        if request.unbounded_address_space:
-            address = 0
-        header = protocol.REQUEST.pack(
-            request.kind, request.flags, limits.cpu_s, address, FILE_BYTES, limits.pids + 1, DESCRIPTORS
-        )
+        header = header_of(cell, request, limits)
         stdin = sealed("stdin", request.stdin) if isinstance(request.stdin, bytes) else os.dup(request.stdin)
         stdout = self._out.far if request.stdout is None else request.stdout
         report = cell.begin()

@@ -80,6 +80,13 @@ class Stream:
         fcntl.ioctl(self.fd, _FIONREAD, waiting)
         return waiting[0] == 0
 
+    def take(self) -> tuple[bytes, bool]:
+        """What came so far, and whether some was cut; then start anew."""
+        taken = bytes(self.data), self.cut
+        self.data.clear()
+        self.cut = False
+        return taken
+
     def close_far(self) -> None:
         """Close our copy of the writing end, so that end of file is seen. Idempotent."""
         far, self.far = self.far, -1

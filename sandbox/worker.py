@@ -23,6 +23,7 @@ from temper.sandbox.jobs import run_job
 from temper.sandbox.languages import LANGUAGES
 from temper.sandbox.pool import JOBS_PER_JAIL, Pool
 from temper.sandbox.run import JailFailed
+from temper.sandbox.sessions import Sessions
 from temper.sandbox.spawner import Spawner
 from temper.sandbox.state import State
 
@@ -44,6 +45,7 @@ class Worker:
         self.began = asyncio.Event()  # some job has begun to run
         self._background: set[asyncio.Task[None]] = set()
         self._pools: dict[str, Pool] = {}
+        self.sessions = Sessions(lambda: self._start(self.host.fresh()), self._stop)
 
     async def __aenter__(self) -> Worker:
         self._state.sweep()
@@ -52,6 +54,7 @@ class Worker:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.sessions.close()
         for pool in self._pools.values():
             await pool.close()
         if self._background:
@@ -73,8 +76,9 @@ class Worker:
             return verdicts.infra(problem)
         async with self._slots:
             try:
-                run = self._fresh if job.mode == "fresh" else self._pooled
-                return await run(job)
+                if job.session_id is not None:
+                    return await self.sessions.run(job)
+                return await (self._fresh(job) if job.mode == "fresh" else self._pooled(job))
             except (JailFailed, OSError) as error:
                 log(f"job {job.job_id}: {error}")
                 return verdicts.infra(str(error))

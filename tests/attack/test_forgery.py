@@ -80,7 +80,7 @@ print('found' if needle in text else 'nothing')
     "search_for_the_answer_in_files": Attack(
         """
 import os, sys
-found = [os.path.join(f, n) for top in ('/tmp', '/dev/shm', '/opt', '/etc') for f, _, names in os.walk(top) for n in names]
+found = [os.path.join(f, n) for top in ('/tmp', '/dev/shm', '/opt/temper', '/etc') for f, _, names in os.walk(top) for n in names]
 print(sorted(found), os.environ.keys() & {'ANSWER'}, sys.argv)
 """,
         "wrong",

@@ -1,0 +1,154 @@
+"""Sessions: state across turns, limits of each step, the workspace at the end, and nothing left whatever ends them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+from temper.common.schema import Limits, SandboxJob, TestCase, Verdict
+from temper.sandbox.jail import Host
+from temper.sandbox.worker import Worker
+
+LIMITS = Limits(wall_s=4.0, cpu_s=0.5, memory_bytes=128 << 20, output_bytes=10_000)
+
+Turn = Callable[..., Awaitable[Verdict]]
+
+
+def story(tell: Callable[[Worker, Turn], Awaitable[None]], language: str = "python", **options: Any) -> None:
+    """Run `tell(worker, turn)`; afterwards nothing of any session is left."""
+
+    async def main() -> None:
+        async with Worker(Host.here(), 2) as worker:
+
+            async def turn(*steps: str, name: str = "s", close: bool = False, **more: Any) -> Verdict:
+                tests = [TestCase(step.encode()) for step in steps]
+                job = SandboxJob(
+                    "job", language, more.pop("files", {}), tests, LIMITS, session_id=name, close_session=close
+                )
+                job = msgspec.structs.replace(job, **{**options, **more})
+                return await worker.execute(job)
+
+            await tell(worker, turn)
+        assert len(worker.sessions) == 0
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_python_keeps_its_state() -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        assert (await turn("x = 40")).outcome == "ok"
+        assert (await turn("x + 2")).stdout == b"42\n"
+        verdict = await turn("1 / 0")
+        assert verdict.outcome == "error" and b"ZeroDivisionError" in verdict.stderr
+        assert (await turn("x", "def f(): return x", "f() * 2")).tests[2].stdout == b"80\n"
+        assert (await turn("this is no python")).outcome == "error"
+        assert (await turn("import os; print(os.getcwd()); x")).stdout == b"/tmp\n40\n"
+
+    story(tell)
+
+
+def test_a_shell_keeps_its_state() -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        await turn("cd /dev/shm; A=5; f() { echo $((A * 2)); }")
+        assert (await turn("pwd; f")).stdout == b"/dev/shm\n10\n"
+        verdict = await turn("ls /no/such/place")
+        assert verdict.outcome == "error" and b"No such file" in verdict.stderr
+        assert (await turn("echo still here; false; true")).outcome == "ok"
+        assert (await turn("sleep 50; echo woke")).outcome == "timeout"
+        assert (await turn("f")).stdout == b"10\n"
+
+    story(tell, "bash", limits=Limits(wall_s=0.7, cpu_s=0.5))
+
+
+def test_two_sessions_do_not_meet() -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        await asyncio.gather(turn("x = 1; open('a', 'w').write('1')", name="a"), turn("x = 2", name="b"))
+        assert (await turn("x", name="a")).stdout == b"1\n"
+        assert (await turn("import os; (x, os.listdir('/tmp'))", name="b")).stdout == b"(2, ['.temper_repl.py'])\n"
+
+    story(tell)
+
+
+def test_an_overrun_is_interrupted_and_the_session_lives() -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        await turn("x = 1")
+        assert (await turn("while True: x += 1")).outcome == "timeout"
+        assert (await turn("x > 1")).stdout == b"True\n"
+        verdict = await turn("while True: print('flood' * 100)")
+        assert verdict.outcome == "output" and verdict.truncated and len(verdict.stdout) == LIMITS.output_bytes
+        assert (await turn("'alive'")).stdout == b"'alive'\n"
+
+    story(tell)
+
+
+def test_what_does_not_heed_the_interrupt_ends_the_session() -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
+        assert (await turn(deaf)).outcome == "timeout"
+        verdict = await turn("1")
+        assert verdict.outcome == "error" and b"the session has ended" in verdict.stderr
+
+    story(tell)
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("import os; os._exit(3)", "error"),
+        ("exit()", "ok"),
+        ("import os; os.kill(os.getpid(), 9)", "signal"),
+        ("import ctypes; ctypes.CDLL(None).chroot(b'/')", "policy"),
+        ("x = [bytearray(1 << 20) for _ in range(999)]", "memory"),
+        ("import os; os.write(3, b'0'); os._exit(3)", None),
+        ("import os; os.close(4); os.close(3)", "ok"),
+    ],
+)
+def test_a_step_that_ends_the_interpreter(code: str, outcome: str | None) -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        verdict = await turn(code)
+        assert outcome is None or verdict.outcome in (outcome, "error"), verdict
+        assert (await turn("print('again')")).outcome in ("error", "ok")
+
+    story(tell)
+
+
+def test_the_workspace_comes_back_without_links_and_within_its_bounds() -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        await turn(
+            "import os; os.mkdir('d'); open('d/b', 'wb').write(b'\\xff\\0'); os.symlink('/etc/passwd', 'link'); os.mkfifo('f')\n"
+            "open('big', 'wb').truncate(60 << 20); os.mkdir('shut'); open('shut/x', 'w'); os.chmod('shut', 0); open('empty', 'w')",
+            files={"given/a.txt": b"hello"},
+        )
+        verdict = await turn("open('given/a.txt').read()", close=True)
+        assert verdict.stdout == b"'hello'\n"
+        assert verdict.files == {"given/a.txt": b"hello", "d/b": b"\xff\0", "empty": b""}, verdict.files.keys()
+        assert (await turn("import os; os.listdir('/tmp')")).stdout == b"['.temper_repl.py']\n", "a new session"
+
+    story(tell)
+
+
+def test_a_deadline_and_a_cancel_sweep_the_session() -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        await turn("x = 1", session_s=0.3)
+        cell = next(iter(worker.sessions._entries.values())).cell
+        await asyncio.wait_for(cell.ended(), 10)
+        assert len(worker.sessions) == 0
+        task = asyncio.ensure_future(turn("import time; time.sleep(30)", name="t"))
+        await asyncio.wait([task], timeout=0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(worker.sessions) == 0
+
+    story(tell)
+
+
+def test_a_session_asks_only_for_what_there_is() -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        verdict = await turn("1", session_s=0.0)
+        assert verdict.outcome == "infra" and "session_s" in verdict.detail
+
+    story(tell)
