@@ -17,6 +17,7 @@ import torch
 from temper.common.config import Model
 from temper.common.errors import ConfigError
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 BUNDLE_NAMES = (
     "config.json",
@@ -67,6 +68,7 @@ def from_folder(folder: Path) -> LoadedModel:
         raise ConfigError(f"model.path {str(folder)!r}: no *.safetensors files there; convert the weights first")
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"model.path {str(folder)!r}: no tokenizer.json there (a fast tokenizer is needed)")
+    disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
     )
