@@ -71,7 +71,7 @@ class NoGrader:
 
 def inprocess() -> Any:
     """The in-process loop of the benchmarks."""
-    path = Path(__file__).parents[1] / "benchmarks" / "inprocess.py"
+    path = Path(__file__).parents[1] / "benchmarks" / "_inprocess.py"
     spec = importlib.util.spec_from_file_location("temper_inprocess", path)
     assert spec is not None
     assert spec.loader is not None
