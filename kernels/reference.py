@@ -98,6 +98,11 @@ def m2_cutoff(d: Tensor, tau: float) -> float:
 # ---------------------------------------------------------------- losses, per token, minimised
 
 
+def by_sign(advantage: Tensor, positive: float, other: float) -> Tensor:
+    """[N] one of two constants by the sign of A, in A's own precision."""
+    return torch.where(advantage > 0, torch.full_like(advantage, positive), other)
+
+
 def clipped(flags: PolicyFlags, rho: Tensor, advantage: Tensor) -> Tensor:
     """bool[N]: ppo's minimum picks the bound instead of the ratio."""
     return ((advantage > 0) & (rho > 1 + flags.clip_high)) | ((advantage < 0) & (rho < 1 - flags.clip_low))
@@ -105,7 +110,7 @@ def clipped(flags: PolicyFlags, rho: Tensor, advantage: Tensor) -> Tensor:
 
 def ppo(flags: PolicyFlags, rho: Tensor, advantage: Tensor) -> Tensor:
     """-min(rho A, clip(rho, 1-el, 1+eh) A); dual clip c: for A < 0 at most -c A (1707.06347, 1912.09729)."""
-    bound = torch.where(advantage > 0, 1 + flags.clip_high, 1 - flags.clip_low).to(rho.dtype)
+    bound = by_sign(advantage, 1 + flags.clip_high, 1 - flags.clip_low)
     used = torch.where(clipped(flags, rho, advantage), bound, rho)
     if flags.dual_clip > 0:
         used = torch.where((advantage < 0) & (used > flags.dual_clip), flags.dual_clip, used)
@@ -114,7 +119,7 @@ def ppo(flags: PolicyFlags, rho: Tensor, advantage: Tensor) -> Tensor:
 
 def sapo(flags: PolicyFlags, rho: Tensor, advantage: Tensor) -> Tensor:
     """-(4/tau) sigmoid(tau (rho - 1)) A, tau by the sign of A (2511.20347)."""
-    tau = torch.where(advantage > 0, flags.tau_positive, flags.tau_negative).to(rho.dtype)
+    tau = by_sign(advantage, flags.tau_positive, flags.tau_negative)
     return -(4 / tau) * torch.sigmoid(tau * (rho - 1)) * advantage
 
 
@@ -266,7 +271,7 @@ def masked_returns(reward: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: floa
 
     A reward on a masked token counts, undecayed, to the unmasked ones before it. 0 at masked positions.
     """
-    decay = torch.where(mask, gamma, 1.0).to(reward.dtype)
+    decay = torch.where(mask, torch.full_like(reward, gamma), 1.0)
     # the return *after* t decays once for leaving an unmasked token t
     returns = reverse_scan(decay, reward, cu_seqlens)
     return torch.where(mask, returns, 0)
