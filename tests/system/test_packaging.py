@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -91,3 +92,15 @@ def test_wheel_runs_elsewhere(installed: Path, tmp_path: Path) -> None:
     checked = run([temper, "check", "recipe", "demo"], tmp_path)
     assert checked.returncode == 0, checked.stderr
     assert "samples per step" in checked.stdout
+
+
+@pytest.mark.system
+def test_wheel_alone_runs_the_demo(installed: Path, tmp_path: Path) -> None:
+    """A short form of it: every daemon, both domains, nsjail."""
+    short = ["--run.max_steps=2", "--warm_start.max_steps=5", "--eval.tasks_per_domain=4", "--eval.samples_per_task=1"]
+    done = run([installed / "bin" / "temper", "demo", "--json", *short], tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["steps"] == 2
+    assert all(row["status"] == "trained" for row in summary["domains"].values())
+    assert [path.parent.parent for path in tmp_path.rglob("summary.json")] == [tmp_path / "runs"]
