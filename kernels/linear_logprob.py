@@ -56,14 +56,15 @@ def linear_logprob(
 ) -> LogprobOut:
     """log-probability of `target` under softmax(softcap(hidden weight^T + bias) / temperature).
 
-    hidden [N, H] float; weight [V, H] float (any strides, may be tied to an embedding); target i64/i32[N], `ignore_index`
-    marks rows that are skipped (logprob 0, no gradient); bias [V]. temperature > 0, scalar or f32[N], no gradient.
-    backend: auto takes Triton on a GPU (float64 aside) and chunked torch elsewhere.
-    softcap c: c tanh(x / c) before the temperature. valid_vocab: ids from there on are padding and have probability 0.
-    entropy: none, value (no gradient), grad. support = (ids i32[M], cu i64[N+1]): the ids that top-p/top-k/min-p kept
-    for each row, so that truncated sampling is normalised over the same set; an empty row keeps the whole vocabulary; at
-    most SUPPORT_LIMIT ids a row. group: vocabulary-parallel ranks, each with an equal shard of weight (and bias) in rank
-    order and the same hidden and target; hidden's gradient is summed over them.
+    hidden [N, H] float; weight [V, H] float (any strides, may be tied to an embedding). fp32 masters beside 16-bit hidden
+    states are rounded to their dtype, as autocast does, and get an fp32 gradient that was never rounded.
+    target i64/i32[N], `ignore_index` marks rows that are skipped (logprob 0, no gradient); bias [V].
+    temperature > 0, scalar or f32[N], no gradient. softcap c: c tanh(x / c) before the temperature.
+    valid_vocab: ids from there on are padding and have probability 0. entropy: none, value (no gradient), grad.
+    support = (ids i32[M], cu i64[N+1]): the ids that top-p/top-k/min-p kept for each row, so that truncated sampling is
+    normalised over the same set; an empty row keeps the whole vocabulary; at most SUPPORT_LIMIT ids a row.
+    group: vocabulary-parallel ranks, each with an equal shard of weight (and bias) in rank order and the same hidden and
+    target; hidden's gradient is summed over them. backend: auto takes Triton on a GPU (float64 aside), else chunked torch.
     ValueError names the argument, what was found and what was expected.
     """
     blocks = _implementation(backend, hidden)
@@ -196,7 +197,7 @@ class _LinearLogprob(torch.autograd.Function):
         start = rank * weight.shape[0]
         own = max(0, min(weight.shape[0], valid - start))
         shard = chunked.Shard(
-            weight.detach()[:own], None if bias is None else bias.detach()[:own], softcap, start, dtype
+            _head_of(weight, hidden)[:own], None if bias is None else bias.detach()[:own], softcap, start, dtype, hot
         )
         local = target - start
         rows = (~ignored).nonzero()[:, 0]
@@ -237,7 +238,9 @@ class _LinearLogprob(torch.autograd.Function):
         d_hidden = torch.zeros(hidden.shape, dtype=summed, device=hidden.device) if needs_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if needs_weight else None
         d_bias = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device) if needs_bias else None
-        shard = chunked.Shard(weight[:own], None if bias is None else bias[:own], softcap, start, dtype, hot)
+        shard = chunked.Shard(
+            _head_of(weight, hidden)[:own], None if bias is None else bias[:own], softcap, start, dtype, hot
+        )
         pair = (support[0], support[1]) if support else None
         dense, sparse = split_rows((up.needed() & ~ignored).nonzero()[:, 0], pair)
         if own:
@@ -253,6 +256,12 @@ class _LinearLogprob(torch.autograd.Function):
             None if d_bias is None else d_bias.to(bias.dtype),
             *(None,) * 11,
         )
+
+
+def _head_of(weight: Tensor, hidden: Tensor) -> Tensor:
+    """The weight that multiplies `hidden`: fp32 masters are rounded to the dtype of 16-bit hidden states."""
+    masters = weight.dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16)
+    return weight.detach().to(hidden.dtype) if masters else weight.detach()
 
 
 def split_rows(rows: Tensor, support: Support | None) -> tuple[Tensor, Tensor]:

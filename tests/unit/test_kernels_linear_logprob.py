@@ -197,6 +197,19 @@ def test_low_precision_inputs_are_accumulated_in_fp32(dtype: torch.dtype) -> Non
         assert bool(((a.double() - b.double()).abs() <= unit * (limit + b.double().abs()) + 2 * bound).all())
 
 
+def test_fp32_masters_are_rounded_to_the_hidden_states_dtype_and_keep_an_fp32_gradient() -> None:
+    hidden, weight, target = case(64, 72, 257, dtype=torch.float32)
+    low = hidden.detach().bfloat16().requires_grad_()
+    out = linear_logprob(low, weight, target).logprob
+    same = linear_logprob(low, weight.detach().bfloat16().requires_grad_(), target).logprob
+    assert torch.equal(out, same)
+    (grad,) = torch.autograd.grad(out.sum(), weight)
+    wide = (low.detach().double().requires_grad_(), weight.detach().bfloat16().double().requires_grad_())
+    (exact,) = torch.autograd.grad(reference(*wide, target)[0].sum(), wide[1])
+    assert grad.dtype == torch.float32
+    assert float((grad.double() - exact).norm() / exact.norm()) < 4e-3
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 70), st.integers(1, 400))
 def test_bounds_zero_row_sums_shift_chunk_and_split(seed: int, n: int, v: int, workspace: int) -> None:
