@@ -139,7 +139,7 @@ BAD_DOMAINS = [
     ("[[domains]]\nname = 'x'\nmodule = 'a'\nshare = 0", ["domains.x.share = 0", "> 0"]),
     ("[[domains]]\nname = 'x'\nmodule = 'a'\nshares = 2", ["unknown key domains.x.shares", "domains.x.share?"]),
     ("[[domains]]\nname = 'x'\nmodule = 'a'\ntrain = false", ["at least one must be trained"]),
-    ("[[domains]]\nname = 'x'\nmodule = 'a'\nwarm_start = true", ["domains.x.warm_start has no effect"]),
+    ("[[domains]]\nname = 'x'\nmodule = 'a'\nwarm_start_share = 2.0", ["domains.x.warm_start_share has no effect"]),
 ]
 
 
