@@ -26,11 +26,11 @@ from temper.actor.text import Text
 from temper.actor.versions import Versions
 from temper.actor.weights import WeightClient
 from temper.common import metrics
-from temper.common.daemon import PeerDaemon
 from temper.common.domains import Domain
 from temper.common.errors import ConfigError, PeerLost
 from temper.common.log import log
 from temper.common.peer import Peer
+from temper.common.peer_daemon import PeerDaemon
 from temper.common.schema import Bundle, JobDone, Lease, NeedBundle, Return, SampleRefused, Version
 
 LOAD_LIMIT_S = 120.0  # a domain may take this long to import and to make itself

@@ -1,22 +1,18 @@
 """What every daemon does: start, be ready, drain, stop; one exit code; nothing waits or fails unseen.
 
-    class Worker(PeerDaemon):
-        def subscribe(self, peer):                 # handlers, before the connection is made
-            peer.on(Job, self.jobs.put_job)
-        async def setup(self):                     # connected: self.recipe, self.peer, self.welcome are there
-            ...
+    class Broker(Daemon):
+        async def setup(self): ...                 # everything that must succeed before READY
         async def main(self):                      # READY; returning ends the daemon with exit code 0
             self.spawn(self.reporter(), "reporter")        # an error in it ends the daemon within a second
-            job = await self.wait_for("broker: a job", self.jobs.get(), deadline_s=300)
-        async def drain(self, reason):             # SIGTERM, SIGINT or the broker's Drain: finish or return what you hold
-            ...                                    # main is cancelled when this returns
-    def main(argv):
-        ...
-        return run_daemon(Worker("sandbox", "sandbox-1", address))
+            job = await self.wait_for("learner: groups", self.groups.get(), deadline_s=300)
+        async def drain(self, reason): ...         # SIGTERM or SIGINT; main is cancelled when this returns
+        async def close(self, exit_code, reason): ...      # always, last
+    sys.exit(run_daemon(Broker("broker", "broker")))
 
-States STARTING -> READY -> DRAINING -> STOPPED | FAILED. The first signal drains, a second one exits at once. Exit codes:
-0 clean, 1 bug (with traceback), 2 configuration, 3 peer lost, 4 environment; the cause is the last line on stderr.
-READY is one line on stdout: ``READY actor-1 pid=123``. Errors of callbacks and forgotten tasks end the daemon too.
+``peer_daemon.PeerDaemon`` adds the connection to the broker. States STARTING -> READY -> DRAINING -> STOPPED | FAILED.
+The first signal drains, a second one exits at once. Exit codes: 0 clean, 1 bug (with traceback), 2 configuration, 3 peer
+lost, 4 environment; the cause is the last line on stderr. READY is one line on stdout: ``READY actor-1 pid=123``. Errors
+of callbacks and forgotten tasks end the daemon too.
 """
 
 from __future__ import annotations
@@ -25,23 +21,16 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import time
-from collections.abc import Awaitable, Coroutine, Mapping
-from pathlib import Path
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
-import msgspec
 import uvloop
 from temper.common import waiting
-from temper.common.config import Recipe
-from temper.common.errors import ConfigError, PeerLost, TemperError
-from temper.common.keys import load_peer
+from temper.common.errors import TemperError
 from temper.common.log import log, name_process
-from temper.common.metrics import Meter
-from temper.common.peer import Peer, new_session
 from temper.common.process import BlockedLoopWatch, expected, follow_parent, leave_within, leaves, orphaned, report
-from temper.common.schema import Drain, Hello, Metrics, Role, State, Version, Welcome
+from temper.common.schema import State, Version
 
 T = TypeVar("T")
 
@@ -49,11 +38,10 @@ TICK_S = 1.0
 CANCEL_S = 5.0
 THREADS_S = 3.0
 ORPHAN_DRAIN_S = 5.0
-METRICS_IN_A_MESSAGE = 400
 
 
 class Daemon:
-    """Base of the broker; `PeerDaemon` is the base of everybody else."""
+    """Base of the broker; ``peer_daemon.PeerDaemon`` is the base of everybody else."""
 
     def __init__(self, role: str, name: str, *, drain_timeout_s: float = 20.0) -> None:
         self.role = role
@@ -266,115 +254,6 @@ class Daemon:
             self.fail(error)
         else:
             log(f"event loop: {context.get('message')}")
-
-
-class PeerDaemon(Daemon):
-    """A daemon that connects out to the broker. After `start`: `peer`, `welcome`, `recipe`, `meter`."""
-
-    def __init__(
-        self,
-        role: Role,
-        name: str,
-        address: str,
-        *,
-        key_file: str | None = None,
-        slots: int = 0,
-        domains: Mapping[str, str] | None = None,
-        connect_timeout_s: float = 300.0,
-        run_id: str | None = None,
-    ) -> None:
-        super().__init__(role, name)
-        self.address = address
-        self.key_file = key_file
-        self.connect_timeout_s = connect_timeout_s
-        self.hello = Hello(
-            role, name, new_session(), run_id, socket.gethostname(), os.getpid(), slots, dict(domains or {})
-        )
-        self.meter = Meter("actor" if role == "eval" else role)
-        self._peer: Peer | None = None
-        self._welcome: Welcome | None = None
-        self._recipe: Recipe | None = None
-
-    def subscribe(self, peer: Peer) -> None:
-        """Override: register handlers with ``peer.on``, before the connection is made."""
-
-    @property
-    def peer(self) -> Peer:
-        """The connection."""
-        return _there(self._peer)
-
-    @property
-    def welcome(self) -> Welcome:
-        """The broker's answer."""
-        return _there(self._welcome)
-
-    @property
-    def recipe(self) -> Recipe:
-        """The run's recipe, from the broker."""
-        return _there(self._recipe)
-
-    async def start(self) -> None:
-        """Connect; everything that the broker tells is there afterwards."""
-        keys = load_peer(Path(self.key_file)) if self.key_file else None
-        self._peer = Peer(self.address, self.hello, keys=keys)
-        self._peer.on(Drain, self._on_drain)
-        self.subscribe(self._peer)
-        self._welcome = await self._peer.open(self.connect_timeout_s)
-        self.spawn(self._watch_broker(self._peer), "broker watch")
-        self._recipe = parse_recipe(self._welcome.recipe)
-        self.drain_timeout_s = self._recipe.run.drain_timeout_s
-        self.stall_timeout_s = self._recipe.run.stall_timeout_s
-        log(f"connected to the broker at {self.address}, run {self._welcome.run_id}")
-
-    async def close(self, exit_code: int, reason: str) -> None:
-        """Goodbye."""
-        if self._peer is not None:
-            await self._peer.close(reason[:1000], exit_code)
-
-    def pulse(self) -> None:
-        """Heartbeat contents and one tick of metrics."""
-        if self._peer is None or self._peer.over or self._welcome is None:
-            return
-        self._peer.beat(self.state, self.last_progress[:500], self.waiting_for[:500], self.version)
-        for message in metrics_of(self.name, self.meter):
-            self._peer.post(message)
-
-    def _on_drain(self, drain: Drain, frames: list[memoryview]) -> None:
-        self.drain_timeout_s = min(self.drain_timeout_s, drain.deadline_s)
-        self.stop(drain.reason)
-
-    async def _watch_broker(self, peer: Peer) -> None:
-        await waiting.first(peer.lost)  # which is not cancelled with this task
-        raise peer.fault or PeerLost("the connection was closed")
-
-
-def _there(value: T | None) -> T:
-    if value is None:
-        raise AssertionError("not connected yet: use this from setup() on")
-    return value
-
-
-def parse_recipe(text: str) -> Recipe:
-    """The recipe that a broker sent, as JSON."""
-    try:
-        return msgspec.json.decode(text, type=Recipe)
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"the broker's recipe does not fit this installation: {error}: install the same version"
-        ) from error
-
-
-def metrics_of(source: str, meter: Meter) -> list[Metrics]:
-    """One tick of `meter`, in as many messages as its key set needs."""
-    counters, gauges = meter.tick()
-    keys = [(True, key) for key in counters] + [(False, key) for key in gauges]
-    messages = []
-    for start in range(0, max(len(keys), 1), METRICS_IN_A_MESSAGE):
-        part = keys[start : start + METRICS_IN_A_MESSAGE]
-        messages.append(
-            Metrics(source, {k: counters[k] for c, k in part if c}, {k: gauges[k] for c, k in part if not c})
-        )
-    return messages
 
 
 def run_daemon(daemon: Daemon) -> int:

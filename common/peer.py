@@ -23,14 +23,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from temper.common.credit import DELIVER, WINDOW_BYTES, WINDOW_MESSAGES, Channel
-from temper.common.errors import ConfigError, PeerLost, ProtocolError, TemperError
+from temper.common.credit import WINDOW_BYTES, WINDOW_MESSAGES
+from temper.common.errors import ConfigError, PeerLost, TemperError
 from temper.common.keys import PeerKeys
-from temper.common.link import Link
 from temper.common.log import log
-from temper.common.schema import Ack, Body, Goodbye, Heartbeat, Hello, Refused, State, Version, Welcome
-from temper.common.session import Session, check, check_kind, decode, outgoing
-from temper.common.sockets import SocketKind, connect, new_epoch, parse_address, routing_id
+from temper.common.schema import Body, Goodbye, Heartbeat, Hello, State, Version, Welcome
+from temper.common.session import outgoing
+from temper.common.side import Side
+from temper.common.sockets import new_epoch, parse_address, routing_id
 from temper.common.waiting import first, wait_for
 from temper.common.wire import pack_meta
 
@@ -40,135 +40,12 @@ Handler = Callable[[Any, list[memoryview]], None]
 HELLO_S = 0.1
 HEARTBEAT_S = 1.0
 SILENCE_S = 30.0
-ACKNOWLEDGE_S = 0.002
 REDIAL_S = 3.0
-TURN_MESSAGES = 256
-TURN_BYTES = 32 * 1024 * 1024
-CONFIGURATION_CODES = ("run_mismatch", "role_taken", "key", "domain")
 
 
 def new_session() -> str:
     """A random token for `Hello.session`."""
     return secrets.token_hex(16)
-
-
-def refusal(refused: Refused, address: str) -> TemperError:
-    """The error that a broker's refusal is: configuration, or the end of this peer."""
-    kind: type[TemperError] = ConfigError if refused.code in CONFIGURATION_CODES else PeerLost
-    if refused.code in ("malformed", "protocol"):
-        kind = ProtocolError
-    return kind(f"the broker at {address} refused this process ({refused.code}): {refused.reason}")
-
-
-class _Side:
-    """One of the two sockets."""
-
-    def __init__(self, peer: Peer, kind: SocketKind) -> None:
-        self._peer = peer
-        self.kind: SocketKind = kind
-        self.dialed_at = time.monotonic()
-        self.socket = connect(peer.address, kind, peer.identity, peer.keys)
-        self.link = Link(self.socket, self._drain)
-        self.session = Session(self.link, b"", peer.epoch, Channel(*peer.window))
-        self.welcome: Welcome | None = None
-        self.broker_epoch = 0
-        self._acknowledging = False
-        self.heard_at = time.monotonic()
-
-    def redial(self) -> None:
-        """Connect anew: ZeroMQ does not try again by itself once a key was refused."""
-        self.dialed_at = time.monotonic()
-        self.link.close()
-        self.socket.close(linger=0)
-        self.socket = connect(self._peer.address, self.kind, self._peer.identity, self._peer.keys)
-        self.link = Link(self.socket, self._drain)
-        self.session.relink(self.link)
-
-    def greet(self) -> None:
-        """Say hello (again)."""
-        channel = self.session.channel
-        self.session.transient(
-            msgspec.structs.replace(
-                self._peer.hello,
-                received=channel.received,
-                limit_messages=channel.allowed_messages,
-                limit_bytes=channel.allowed_bytes,
-            )
-        )
-
-    def close(self) -> None:
-        self.link.close()
-        self.socket.close(linger=200)
-
-    def _drain(self) -> None:
-        count = size = 0
-        while count < TURN_MESSAGES and size < TURN_BYTES and not self._peer.over:
-            parts = self.link.receive()
-            if parts is None:
-                break
-            count += 1
-            try:
-                size += self._take(parts)
-            except ProtocolError as error:
-                self._peer.lose(ProtocolError(f"the broker at {self._peer.address} sent something malformed: {error}"))
-            except Exception as error:
-                self._peer.lose(error)
-        if self.broker_epoch and self.session.channel.ack_due:
-            self._acknowledge_soon()
-        if self.session.settled:
-            self._peer.settled()
-
-    def _acknowledge_soon(self) -> None:
-        """Acknowledge now if that is urgent, else within `ACKNOWLEDGE_S`, so that one answers for many messages."""
-        if self.session.channel.ack_urgent:
-            self.session.acknowledge(time.monotonic())
-        elif not self._acknowledging:
-            self._acknowledging = True
-            asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._acknowledge)
-
-    def _acknowledge(self) -> None:
-        self._acknowledging = False
-        if not self._peer.over:
-            self.session.acknowledge(time.monotonic())
-
-    def _take(self, parts: list[Any]) -> int:
-        number, _, _, epoch, sequence, size = check(parts, 0)
-        kind = check_kind(number, sequence, self.kind == "bulk")
-        now = time.monotonic()
-        if kind is Welcome:
-            self._welcomed(decode(Welcome, parts[1]), epoch, now)
-        elif kind is Refused:
-            self._refused(decode(Refused, parts[1]))
-        elif epoch != self.broker_epoch:
-            return size  # left over from a broker that is gone
-        elif kind is Ack:
-            self.session.on_ack(decode(Ack, parts[1]), now)
-        elif sequence == 0 or self.session.channel.arrive(sequence, size) is DELIVER:
-            self._peer.handle(decode(kind, parts[1]), [memoryview(part) for part in parts[2:]])
-            if sequence:
-                self.session.channel.acknowledge(sequence)
-        self.heard_at = now
-        return size
-
-    def _welcomed(self, welcome: Welcome, epoch: int, now: float) -> None:
-        channel = self.session.channel
-        if epoch == self.broker_epoch:  # an answer to a repeated hello
-            self.session.on_ack(Ack(welcome.received, welcome.limit_messages, welcome.limit_bytes), now)
-        else:
-            again = self.broker_epoch != 0
-            self.broker_epoch = epoch
-            self.session.restart(welcome.limit_messages, welcome.limit_bytes, now)
-            if again:
-                self._peer.resynced(self, welcome)
-        channel.ack_due = True
-        self.welcome = welcome
-        self._peer.welcomed()
-
-    def _refused(self, refused: Refused) -> None:
-        if refused.code == "hello":
-            self.greet()  # a new broker, which does not know us
-        else:
-            self._peer.lose(refusal(refused, str(self._peer.address)))
 
 
 class Peer:
@@ -203,7 +80,7 @@ class Peer:
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._handlers: dict[type[Body], Handler] = {}
         self._ignored: set[type[Body]] = set()
-        self._sides: list[_Side] = []
+        self._sides: list[Side] = []
         self._settled: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ticked_at = 0.0
@@ -219,7 +96,7 @@ class Peer:
 
     async def open(self, timeout_s: float) -> Welcome:
         """Shake hands on both sockets. PeerLost if nobody answers within `timeout_s`; what a refusal says if refused."""
-        self._sides = [_Side(self, "control"), _Side(self, "bulk")]
+        self._sides = [Side(self, "control"), Side(self, "bulk")]
         self._ticked_at = time.monotonic()
         self._tick()
         try:
@@ -322,27 +199,35 @@ class Peer:
             side.link.close()
             side.session.abandon(PeerLost(str(error)))
 
-    def welcomed(self) -> None:
-        """The broker let us in on one socket; `open` returns when both are."""
-        if not self._opened.done() and all(side.welcome is not None for side in self._sides):
+    def welcomed(self, side: Side, welcome: Welcome, again: bool) -> None:
+        """The broker let us in on one socket; `again`: it is a new incarnation. `open` returns when both are open."""
+        if self.hello.run_id is None:
+            self.hello = msgspec.structs.replace(self.hello, run_id=welcome.run_id)
+        elif welcome.run_id != self.hello.run_id:
+            self.lose(
+                ConfigError(
+                    f"the broker at {self.address} serves run {welcome.run_id}, this process belongs to run "
+                    f"{self.hello.run_id}: start it anew"
+                )
+            )
+            return
+        if not self._opened.done() and all(other.welcome is not None for other in self._sides):
             self._opened.set_result(None)
-
-    def resynced(self, side: _Side, welcome: Welcome) -> None:
-        """The broker restarted: shake hands on the other socket too, tell the daemon."""
-        for other in self._sides:
-            if other is not side and other.broker_epoch != side.broker_epoch:
-                other.greet()
-        if side.kind == "control":
-            log(f"the broker at {self.address} came back; resuming")
-            if self.on_resync is not None:
-                self.on_resync(welcome)
+        if again:
+            for other in self._sides:
+                if other.broker_epoch != side.broker_epoch:
+                    other.greet()
+            if side.kind == "control":
+                log(f"the broker at {self.address} came back; resuming")
+                if self.on_resync is not None:
+                    self.on_resync(welcome)
 
     def settled(self) -> None:
         """One socket has nothing under way; completes `flush` when none has."""
         if self._settled is not None and not self._settled.done() and all(s.session.settled for s in self._sides):
             self._settled.set_result(None)
 
-    def _side(self, body: Body) -> _Side:
+    def _side(self, body: Body) -> Side:
         if self.over:
             raise PeerLost(f"cannot send {type(body).__name__}: {self.fault or 'the connection was closed'}")
         if not self._sides:

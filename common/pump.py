@@ -30,56 +30,24 @@ from typing import Any
 import msgspec
 from temper.common.admission import Admission
 from temper.common.credit import DELIVER, WINDOW_BYTES, WINDOW_MESSAGES, Channel
+from temper.common.debts import Debts
+from temper.common.delivery import Delivery, PeerId
 from temper.common.errors import ProtocolError
 from temper.common.keys import BrokerKeys
 from temper.common.link import Link
 from temper.common.schema import BODIES, Ack, Body, Heartbeat, Hello, Refused, State, Version, Welcome
-from temper.common.session import Backlogged, Fields, Outgoing, Session, check, check_kind, decode, outgoing
+from temper.common.session import Backlogged, Outgoing, Session, check, check_kind, decode, outgoing
 from temper.common.sockets import SocketKind, bind, new_epoch, parse_address
-from temper.common.wire import Header, pack_meta
+from temper.common.wire import pack_meta
 
-PeerId = bytes
+__all__ = ["Delivery", "PeerId", "Router"]
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 30.0
-ACKNOWLEDGE_S = 0.002
-ACKNOWLEDGE_LIMIT_S = 0.1
-ACKNOWLEDGEMENTS_PER_S = 5000  # about, in all
 TURN_MESSAGES = 512
 TURN_BYTES = 32 * 1024 * 1024
 PEERS = 4096
 CLOSED_REMEMBERED = 4096
-
-
-class Delivery(msgspec.Struct, eq=False, gc=False):
-    """One message. `frames` are bytes or, from 64 KiB on, zmq.Frames (buffer protocol), as they came.
-
-    `body` is decoded and checked already, except for the Router's `lazy` kinds: there it is decoded on first use and
-    may raise ProtocolError (then call `refuse`). `kind`, `sequence` and `size` are the header's; `sequence` is 0 for
-    transient messages, which need no acknowledgement.
-    """
-
-    peer: PeerId
-    type: type[Body]
-    fields: Fields
-    kind: int
-    sequence: int
-    size: int
-    raw_meta: bytes
-    frames: list[Any]
-    decoded: Body | None = None
-
-    @property
-    def body(self) -> Any:
-        """The typed body."""
-        if self.decoded is None:
-            self.decoded = decode(self.type, self.raw_meta)
-        return self.decoded
-
-    @property
-    def header(self) -> Header:
-        """The header as it came."""
-        return Header(*self.fields)
 
 
 class _Remote:
@@ -135,10 +103,7 @@ class Router:
         self._peers: dict[PeerId, _Remote] = {}
         self._closed: OrderedDict[PeerId, Refused] = OrderedDict()
         self._answered: set[PeerId] = set()  # strangers that got their answer since the last tick
-        self._due: set[_Remote] = set()  # acknowledged soon
-        self._urgent: set[_Remote] = set()  # acknowledged at the end of this turn
-        self._due_timer: asyncio.TimerHandle | None = None
-        self._flush_scheduled = False
+        self._debts = Debts(self._loop)
         self._receiving = False
         self._closures: list[tuple[PeerId, str]] = []
         self._beat = Heartbeat("STARTING")
@@ -195,14 +160,14 @@ class Router:
         if remote is None:
             return
         remote.session.channel.acknowledge(sequence, release)
-        self._owe(remote)
+        self._debts.owe(remote.session, len(self._peers))
 
     def release(self, peer: PeerId, messages: int, size: int) -> None:
         """Give credit back for `messages` acknowledged with ``release=False``, `size` bytes in all (header.size each)."""
         remote = self._peers.get(peer)
         if remote is not None:
             remote.session.channel.release(messages, size)
-            self._owe(remote)
+            self._debts.owe(remote.session, len(self._peers))
 
     def backlog(self, peer: PeerId) -> tuple[int, int]:
         """(messages, bytes) that wait for the peer's credit; (0, 0) for one that is gone."""
@@ -245,9 +210,7 @@ class Router:
     def close(self, linger_ms: int = 200) -> None:
         """Stop; what was sent gets `linger_ms` to leave."""
         self._timer.cancel()
-        if self._due_timer is not None:
-            self._due_timer.cancel()
-        self._acknowledge(self._urgent | self._due)
+        self._debts.close()
         self._link.close()
         self._bound.close(linger_ms)
         self._leave()
@@ -278,7 +241,7 @@ class Router:
             self._on_batch(batch)
         while self._closures:
             self._on_closed(*self._closures.pop(0))
-        self._flush()
+        self._debts.pay_urgent()
 
     def _take(self, parts: list[Any], batch: list[Delivery], now: float) -> int:
         peer: PeerId = parts[0]
@@ -308,7 +271,7 @@ class Router:
                 if number not in self._lazy:
                     _ = delivery.body  # malformed bodies end here
                 if sequence and remote.session.channel.arrive(sequence, size) is not DELIVER:
-                    self._owe(remote)
+                    self._debts.owe(remote.session, len(self._peers))
                 else:
                     batch.append(delivery)
             return size
@@ -354,35 +317,6 @@ class Router:
         if peer not in self._answered and len(self._answered) < CLOSED_REMEMBERED:
             self._answered.add(peer)
             Session(self._link, peer, self.epoch, Channel()).transient(refused)
-
-    def _owe(self, remote: _Remote) -> None:
-        """Acknowledge this turn if that is urgent, else soon: one answers for many, however many peers there are."""
-        if remote.session.channel.ack_urgent:
-            self._urgent.add(remote)
-            if not self._flush_scheduled:
-                self._flush_scheduled = True
-                self._loop.call_soon(self._flush)
-        elif remote not in self._due:
-            self._due.add(remote)
-            if self._due_timer is None:
-                delay_s = min(max(ACKNOWLEDGE_S, len(self._peers) / ACKNOWLEDGEMENTS_PER_S), ACKNOWLEDGE_LIMIT_S)
-                self._due_timer = self._loop.call_later(delay_s, self._flush_due)
-
-    def _flush(self) -> None:
-        self._flush_scheduled = False
-        if self._urgent:
-            self._acknowledge(self._urgent)
-
-    def _flush_due(self) -> None:
-        self._due_timer = None
-        self._acknowledge(self._due)
-
-    def _acknowledge(self, remotes: set[_Remote]) -> None:
-        now = self._loop.time()
-        for remote in remotes:
-            if remote.id in self._peers:
-                remote.session.acknowledge(now)
-        remotes.clear()
 
     def _tick(self) -> None:
         now = self._loop.time()

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 import torch
 from temper.common import metrics as names
-from temper.common.daemon import PeerDaemon
 from temper.common.errors import ConfigError, EnvironmentFault, PeerLost, ProtocolError, RunFailed
 from temper.common.log import log
 from temper.common.peer import Peer
+from temper.common.peer_daemon import PeerDaemon
 from temper.common.schema import (
     Bundle,
     BundleFile,

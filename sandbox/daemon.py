@@ -11,10 +11,10 @@ import asyncio
 import time
 
 from temper.common import metrics
-from temper.common.daemon import PeerDaemon
 from temper.common.errors import ProtocolError
 from temper.common.log import log
 from temper.common.peer import Peer
+from temper.common.peer_daemon import PeerDaemon
 from temper.common.schema import Job, JobCancel, JobDone, SandboxJob, Verdict, pack_frames, unpack_frames
 from temper.sandbox import verdicts
 from temper.sandbox.jail import Host

@@ -10,10 +10,11 @@ import errno
 import sys
 import time
 
-from temper.common.daemon import Daemon, PeerDaemon, run_daemon
+from temper.common.daemon import Daemon, run_daemon
 from temper.common.errors import ConfigError, EnvironmentFault
 from temper.common.log import log
 from temper.common.peer import Peer
+from temper.common.peer_daemon import PeerDaemon
 from temper.common.schema import Lease, Touch
 
 

@@ -1,0 +1,43 @@
+"""`Delivery`: one received message as the broker's Router hands it on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from temper.common.schema import Body
+from temper.common.session import Fields, decode
+from temper.common.wire import Header
+
+PeerId = bytes
+
+
+class Delivery(msgspec.Struct, eq=False, gc=False):
+    """One message. `frames` are bytes or, from 64 KiB on, zmq.Frames (buffer protocol), as they came.
+
+    `body` is decoded and checked already, except for the Router's `lazy` kinds: there it is decoded on first use and
+    may raise ProtocolError (then call `refuse`). `kind`, `sequence` and `size` are the header's; `sequence` is 0 for
+    transient messages, which need no acknowledgement.
+    """
+
+    peer: PeerId
+    type: type[Body]
+    fields: Fields
+    kind: int
+    sequence: int
+    size: int
+    raw_meta: bytes
+    frames: list[Any]
+    decoded: Body | None = None
+
+    @property
+    def body(self) -> Any:
+        """The typed body."""
+        if self.decoded is None:
+            self.decoded = decode(self.type, self.raw_meta)
+        return self.decoded
+
+    @property
+    def header(self) -> Header:
+        """The header as it came."""
+        return Header(*self.fields)

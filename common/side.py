@@ -1,0 +1,167 @@
+"""`Side`: a peer's end of one of its two sockets: the handshake, what arrives, what is acknowledged.
+
+It delivers in order to its `Owner` (``peer.Peer``), answers a new broker that asks for the hello again, and starts over
+with what was not acknowledged when the broker is a new incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Protocol
+
+import msgspec
+from temper.common.credit import DELIVER, Channel
+from temper.common.errors import ConfigError, PeerLost, ProtocolError, TemperError
+from temper.common.keys import PeerKeys
+from temper.common.link import Link
+from temper.common.schema import Ack, Body, Hello, Refused, Welcome
+from temper.common.session import Session, check, check_kind, decode
+from temper.common.sockets import Address, SocketKind, connect
+
+ACKNOWLEDGE_S = 0.002
+TURN_MESSAGES = 256
+TURN_BYTES = 32 * 1024 * 1024
+CONFIGURATION_CODES = ("run_mismatch", "role_taken", "key", "domain")
+
+
+class Owner(Protocol):
+    """What a Side needs of its peer."""
+
+    address: Address
+    hello: Hello
+    keys: PeerKeys | None
+    identity: bytes
+    epoch: int
+    window: tuple[int, int]
+    over: bool
+
+    def handle(self, body: Body, frames: list[memoryview]) -> None:
+        """Hand one message to its handler."""
+
+    def lose(self, error: BaseException) -> None:
+        """The connection is over because of `error`."""
+
+    def settled(self) -> None:
+        """This side has nothing under way."""
+
+    def welcomed(self, side: Side, welcome: Welcome, again: bool) -> None:
+        """The broker let us in; `again`: a new incarnation of it."""
+
+
+def refusal(refused: Refused, address: str) -> TemperError:
+    """The error that a broker's refusal is: configuration, or the end of this peer."""
+    kind: type[TemperError] = ConfigError if refused.code in CONFIGURATION_CODES else PeerLost
+    if refused.code in ("malformed", "protocol"):
+        kind = ProtocolError
+    return kind(f"the broker at {address} refused this process ({refused.code}): {refused.reason}")
+
+
+class Side:
+    """One of the two sockets."""
+
+    def __init__(self, owner: Owner, kind: SocketKind) -> None:
+        self._owner = owner
+        self.kind: SocketKind = kind
+        self.dialed_at = time.monotonic()
+        self.socket = connect(owner.address, kind, owner.identity, owner.keys)
+        self.link = Link(self.socket, self._drain)
+        self.session = Session(self.link, b"", owner.epoch, Channel(*owner.window))
+        self.welcome: Welcome | None = None
+        self.broker_epoch = 0
+        self._acknowledging = False
+        self.heard_at = time.monotonic()
+
+    def redial(self) -> None:
+        """Connect anew: ZeroMQ does not try again by itself once a key was refused."""
+        self.dialed_at = time.monotonic()
+        self.link.close()
+        self.socket.close(linger=0)
+        self.socket = connect(self._owner.address, self.kind, self._owner.identity, self._owner.keys)
+        self.link = Link(self.socket, self._drain)
+        self.session.relink(self.link)
+
+    def greet(self) -> None:
+        """Say hello (again)."""
+        channel = self.session.channel
+        self.session.transient(
+            msgspec.structs.replace(
+                self._owner.hello,
+                received=channel.received,
+                limit_messages=channel.allowed_messages,
+                limit_bytes=channel.allowed_bytes,
+            )
+        )
+
+    def close(self) -> None:
+        self.link.close()
+        self.socket.close(linger=200)
+
+    def _drain(self) -> None:
+        count = size = 0
+        while count < TURN_MESSAGES and size < TURN_BYTES and not self._owner.over:
+            parts = self.link.receive()
+            if parts is None:
+                break
+            count += 1
+            try:
+                size += self._take(parts)
+            except ProtocolError as error:
+                self._owner.lose(
+                    ProtocolError(f"the broker at {self._owner.address} sent something malformed: {error}")
+                )
+            except Exception as error:
+                self._owner.lose(error)
+        if self.broker_epoch and self.session.channel.ack_due:
+            self._acknowledge_soon()
+        if self.session.settled:
+            self._owner.settled()
+
+    def _acknowledge_soon(self) -> None:
+        """Acknowledge now if that is urgent, else within `ACKNOWLEDGE_S`, so that one answers for many messages."""
+        if self.session.channel.ack_urgent:
+            self.session.acknowledge(time.monotonic())
+        elif not self._acknowledging:
+            self._acknowledging = True
+            asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._acknowledge)
+
+    def _acknowledge(self) -> None:
+        self._acknowledging = False
+        if not self._owner.over:
+            self.session.acknowledge(time.monotonic())
+
+    def _take(self, parts: list[Any]) -> int:
+        number, _, _, epoch, sequence, size = check(parts, 0)
+        kind = check_kind(number, sequence, self.kind == "bulk")
+        now = time.monotonic()
+        if kind is Welcome:
+            self._welcomed(decode(Welcome, parts[1]), epoch, now)
+        elif kind is Refused:
+            self._refused(decode(Refused, parts[1]))
+        elif epoch != self.broker_epoch:
+            return size  # left over from a broker that is gone
+        elif kind is Ack:
+            self.session.on_ack(decode(Ack, parts[1]), now)
+        elif sequence == 0 or self.session.channel.arrive(sequence, size) is DELIVER:
+            self._owner.handle(decode(kind, parts[1]), [memoryview(part) for part in parts[2:]])
+            if sequence:
+                self.session.channel.acknowledge(sequence)
+        self.heard_at = now
+        return size
+
+    def _welcomed(self, welcome: Welcome, epoch: int, now: float) -> None:
+        again = self.broker_epoch not in (0, epoch)
+        if epoch == self.broker_epoch:  # an answer to a repeated hello
+            self.session.on_ack(Ack(welcome.received, welcome.limit_messages, welcome.limit_bytes), now)
+        else:
+            self.broker_epoch = epoch
+            self.session.restart(welcome.limit_messages, welcome.limit_bytes, now)
+        self.session.channel.ack_due = True
+        self.welcome = welcome
+        self._owner.welcomed(self, welcome, again)
+
+    def _refused(self, refused: Refused) -> None:
+        if refused.code == "hello":
+            self.greet()  # a new broker, which does not know us
+        else:
+            self._owner.lose(refusal(refused, str(self._owner.address)))
