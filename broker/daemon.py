@@ -25,11 +25,12 @@ from temper.broker.weight_desk import WeightDesk
 from temper.broker.weights import WeightStore
 from temper.common import metrics, schema
 from temper.common.config import Recipe
-from temper.common.daemon import Daemon, metrics_of
+from temper.common.daemon import Daemon
 from temper.common.errors import ConfigError, PeerLost, ProtocolError, RunFailed, TemperError
 from temper.common.keys import BrokerKeys
 from temper.common.log import log
 from temper.common.metrics import Meter
+from temper.common.peer_daemon import metrics_of
 from temper.common.pump import Delivery, PeerId, Router
 from temper.common.recipe import to_json
 from temper.common.reports import PeerStatus, encode
