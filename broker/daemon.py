@@ -220,7 +220,7 @@ class Broker(Daemon):
                 continue
             log(f"{hello.role} {hello.name} joined (pid {hello.pid} on {hello.host or 'this host'})")
             slots = hello.slots or (self.recipe.engine.leases_in_flight if hello.role in ("actor", "eval") else 0)
-            self._take(ev.Joined(key, hello.role, hello.name, slots))
+            self._take(ev.Joined(key, hello.role, hello.name, slots, returning=hello.received > 0))
             if self.weights.newest is not None and hello.role in ("actor", "eval", "learner"):
                 self.control.send(peer, schema.NewVersion(self.weights.newest))
             if self.core.closing:

@@ -18,12 +18,16 @@ PeerKey = str
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A peer said HELLO and was welcomed. `slots`: leases or jobs it takes at once."""
+    """A peer said HELLO and was welcomed. `slots`: leases or jobs it takes at once.
+
+    `returning`: it knew an earlier incarnation of this broker, and will say what it still holds.
+    """
 
     peer: PeerKey
     role: Role
     name: str
     slots: int = 0
+    returning: bool = False
 
 
 @dataclass(frozen=True, slots=True)

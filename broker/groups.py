@@ -74,6 +74,12 @@ class GroupBook:
         """Active groups of the lane with a lower id."""
         return bisect_left(self.active[lane], group_id)
 
+    def add(self, group_id: int, samples: tuple[SampleMeta, ...], nbytes: int) -> None:
+        """Samples of the group were accepted."""
+        record = self.groups[group_id]
+        record.add(samples, nbytes)
+        self.dirty[group_id] = record
+
     def enqueue(self, record: GroupRecord) -> None:
         """The group is complete, or a resume puts it back at its old place."""
         if record.state == "assembling":

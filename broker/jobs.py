@@ -75,6 +75,7 @@ class JobBook:
         self._busy_bucket: Counter[tuple[str, PeerKey]] = Counter()
         self._sequence = 0
         self._held: dict[PeerKey, tuple[int, int]] = {}  # requester -> unfinished jobs, their bytes
+        self._ghosts: dict[str, PeerKey] = {}  # jobs that a worker runs, and that no requester has named yet
 
     @property
     def waiting(self) -> int:
@@ -86,6 +87,15 @@ class JobBook:
         self.slots[worker] = slots
         self.running[worker] = set()
         self._pinned[worker] = []
+
+    def adopt(self, worker: PeerKey, slots: int, job_ids: list[str]) -> None:
+        """A worker that knew an earlier incarnation of this broker runs these jobs. A requester that names one of them
+        again gets this worker's verdict."""
+        self.slots[worker] = slots
+        for job_id in job_ids:
+            if job_id not in self.jobs:
+                self._ghosts[job_id] = worker
+                self.running[worker].add(job_id)
 
     def set_slots(self, worker: PeerKey, slots: int) -> None:
         """The worker takes that many jobs from now on."""
@@ -109,13 +119,20 @@ class JobBook:
         self._sequence += 1
         job = JobRecord(body.job_id, requester, body.lease_id, body.domain, body.session_id, self._sequence, nbytes)
         self.jobs[job.job_id] = job
-        self._queue(job)
+        worker = self._ghosts.pop(job.job_id, None)
+        if worker is not None:
+            self._start(job, worker)
+        else:
+            self._queue(job)
         return []
 
     def done(self, worker: PeerKey, body: JobDone) -> list[Action]:
         """A verdict. The first one finishes the job, whoever sends it; others are ignored."""
         job = self.jobs.get(body.job_id)
         if job is None or worker not in self.running:
+            if self._ghosts.get(body.job_id) == worker:
+                del self._ghosts[body.job_id]
+                self.running[worker].discard(body.job_id)
             return []
         actions: list[Action] = []
         if job.worker not in ("", worker):
@@ -150,6 +167,7 @@ class JobBook:
         actions: list[Action] = []
         lost = sorted(self.running.pop(worker) | {job_id for _, _, job_id in self._pinned.pop(worker)})
         del self.slots[worker]
+        self._ghosts = {job_id: runner for job_id, runner in self._ghosts.items() if runner != worker}
         for job in (self.jobs[job_id] for job_id in lost if job_id in self.jobs):
             if job.worker:
                 job.deaths += not clean

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from temper.broker.core import LANE_OF_PHASE, BrokerCore
+from temper.broker.core import BrokerCore
 from temper.broker.events import PeerKey
 from temper.common.reports import PeerStatus, RunStatus
 from temper.common.schema import Heartbeat
@@ -33,7 +33,7 @@ def waits(core: BrokerCore) -> list[str]:
         found.append("the learner: it has not come" if core.owner is None else "the learner: it is gone")
     elif core.phase is None or core.learner != core.owner:
         found.append("the learner: it prepares")
-    lane = LANE_OF_PHASE.get(core.phase.phase) if core.phase is not None else None
+    lane = core.lane
     if lane is not None:
         if not roles["actor"]:
             found.append("an actor: none is connected")

@@ -151,6 +151,20 @@ class StatusRequest(Body, frozen=True):
     RELIABLE: ClassVar[bool] = False
 
 
+class Holding(Body, frozen=True):
+    """peer -> B, when the broker came back as a new incarnation: what this peer still has (RESYNC).
+
+    Actors: `attempts` (lease_id, attempt) that they work on. Learner: ids of `groups` received and not yet done or void
+    (those of evaluations under way too), and the `demand` outstanding by lane. Sandbox workers: `jobs` they run.
+    """
+
+    KIND: ClassVar[int] = 11
+    attempts: list[tuple[int, int]] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    demand: dict[str, int] = field(default_factory=dict)
+    jobs: list[str] = field(default_factory=list)
+
+
 class StatusReport(Body, frozen=True):
     """B -> status client: JSON of the whole picture, in the single array frame."""
 
@@ -474,6 +488,7 @@ class Evaluate(Body, frozen=True):
     version: int
     tasks: list[tuple[str, int, int]]
     samples_per_task: int
+    request: int = 0  # counts the learner's requests from 1, so that a repeated one is recognised
 
 
 class RunOver(Body, frozen=True):

@@ -535,7 +535,7 @@ class Persistent:
         assert restored is not None
         core = BrokerCore(Recipe(run=Run(seed=7, max_steps=old.max_steps), pacing=old.pacing))
         core.load(restored.state, restored.leases, restored.groups, self.sim.now)
-        assert json.dumps(core.state()) == json.dumps(old.state())
+        assert json.dumps(core.save()) == json.dumps(old.save())
         assert core.groups.active == {lane: ids for lane, ids in old.groups.active.items() if ids}
         assert {i: asdict(g) for i, g in core.groups.groups.items()} == {
             i: asdict(g) for i, g in old.groups.groups.items()
@@ -545,7 +545,6 @@ class Persistent:
         actions: list[ev.Action] = []
         for peer in old.peers.values():
             actions += core.on(ev.Joined(peer.peer, peer.role, peer.name, peer.slots), self.sim.now)
-        core.void_row, core.void_causes, core.letters = old.void_row, old.void_causes, old.letters
         self.sim.core = core
         self.restarts += 1
         return actions

@@ -1,0 +1,104 @@
+"""What actors say about their attempts: started, samples, returned, still held; and what their silence means.
+
+An attempt is known by (lease, attempt token, peer); whatever comes for another one is refused. Pure; a part of
+`BrokerCore`.
+"""
+
+from __future__ import annotations
+
+from temper.broker.events import Action, Ignore, Note, PeerKey, RefuseAttempt, SamplesArrived, Store
+from temper.broker.fates import Fates
+from temper.broker.leases import LeaseRecord
+from temper.broker.state import RunState
+from temper.common import schema
+
+ABANDONED = "this attempt was abandoned"
+
+
+class Attempts:
+    """Handlers of the actors' and evaluators' messages."""
+
+    def __init__(self, run: RunState, fates: Fates) -> None:
+        self.run = run
+        self.fates = fates
+
+    def _find(self, peer: PeerKey, lease_id: int, attempt: int) -> LeaseRecord | None:
+        """The lease, if this attempt of it is out with this peer."""
+        record = self.run.leases.leases.get(lease_id)
+        if record is None or not record.out or record.attempt != attempt or record.peer != peer:
+            return None
+        return record
+
+    def touch(self, peer: PeerKey, body: schema.Touch, now: float) -> list[Action]:
+        """The attempt has its weights and begins: its deadline runs from here."""
+        record = self._find(peer, body.lease_id, body.attempt)
+        if record is None:
+            return [RefuseAttempt(peer, body.lease_id, body.attempt, ABANDONED)]
+        self.run.leases.touch(record, now + self.run.pacing.lease_timeout_s)
+        return []
+
+    def returned(self, peer: PeerKey, body: schema.Return, now: float) -> list[Action]:
+        """The attempt ends without its missing samples."""
+        record = self._find(peer, body.lease_id, body.attempt)
+        if record is None:
+            return []
+        if body.cause == "task":
+            return self.fates.task_failed(record, body.error)
+        if body.cause == "infra":
+            return self.fates.lost(record, body.error)
+        self.run.leases.take_back(record, "returned")
+        self.run.peers[peer].draining = True  # until its heartbeats say otherwise
+        return []
+
+    def samples(self, event: SamplesArrived) -> list[Action]:
+        """Store, ignore (a repeated message) or refuse them; the last missing one completes the lease."""
+        run, lease_id = self.run, event.lease_id
+        indices = tuple(sample.index for sample in event.samples)
+        record = self._find(event.peer, lease_id, event.attempt)
+        if record is None:
+            known = run.leases.leases.get(lease_id)
+            if known is not None and known.last_peer == event.peer and known.have.issuperset(indices):
+                return [Ignore(lease_id, indices)]
+            return [RefuseAttempt(event.peer, lease_id, event.attempt, ABANDONED)]
+        if record.have.issuperset(indices):
+            return [Ignore(lease_id, indices)]
+        wrong = any(not 0 <= index < record.size or index in record.have for index in indices)
+        if wrong or len(set(indices)) != len(indices):
+            reason = f"sample indices {list(indices)}, missing are {record.missing}"
+            return [RefuseAttempt(event.peer, lease_id, event.attempt, reason)]
+        run.leases.accept(record, indices)
+        run.groups.add(lease_id, event.samples, event.nbytes)
+        actions: list[Action] = [Store(lease_id, indices)]
+        return actions + (self.fates.complete(record) if len(record.have) == record.size else [])
+
+    def holding(self, peer: PeerKey, body: schema.Holding) -> list[Action]:
+        """What the peer still works on after this broker came back: what it never got goes out again, what it should not
+        have is refused."""
+        told = set(body.attempts)
+        actions: list[Action] = []
+        for lease_id in sorted(self.run.leases.held.get(peer, ())):
+            record = self.run.leases.leases[lease_id]
+            if (lease_id, record.attempt) in told:
+                told.discard((lease_id, record.attempt))
+            else:
+                self.run.leases.take_back(record, "returned")
+        return actions + [RefuseAttempt(peer, lease_id, attempt, ABANDONED) for lease_id, attempt in sorted(told)]
+
+    def expire(self, now: float) -> list[Action]:
+        """Attempts whose deadline has passed go out again; only those that had started count as failures."""
+        actions: list[Action] = []
+        for record in self.run.leases.overdue(now):
+            peer, attempt = record.peer, record.attempt
+            name = self.run.peers[peer].name if peer in self.run.peers else peer
+            waited = "its samples" if record.touched else f"weights of version {record.min_version}"
+            reason = f"the attempt's deadline passed while {name} waited for {waited}"
+            if record.touched:
+                actions += self.fates.lost(record, reason, "expired")
+            else:
+                record.error = reason
+                self.run.leases.take_back(record, "expired")
+            actions += [
+                RefuseAttempt(peer, record.lease_id, attempt, reason),
+                Note(f"lease {record.lease_id}: {reason}"),
+            ]
+        return actions
