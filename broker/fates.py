@@ -7,7 +7,7 @@ from typing import Literal
 
 from temper.broker.events import Action, Note, RefuseAttempt, Release
 from temper.broker.groups import GroupRecord
-from temper.broker.leases import LeaseRecord
+from temper.broker.leases import LeaseRecord, dead_letter
 from temper.broker.state import RunState
 from temper.common.schema import Lane
 
@@ -59,13 +59,13 @@ class Fates:
         if record.infra_failures < self.run.pacing.infra_attempts:
             return []
         record.filled = tuple(record.missing)
-        self._letter(record, "infra")
+        self.run.letters.append(dead_letter(record))
         return self.complete(record)
 
     def _quarantine(self, record: LeaseRecord) -> list[Action]:
         run, domain = self.run, record.domain
         run.leases.close(record, "quarantined")
-        self._letter(record, "quarantined")
+        run.letters.append(dead_letter(record))
         run.quarantine_row[domain] += 1
         actions: list[Action] = [Note(f"lease {record.lease_id} ({domain}) is quarantined: {record.error}")]
         actions += self.give_up(run.groups.groups[record.lease_id], "quarantined", "broker")
@@ -146,16 +146,3 @@ class Fates:
         if ids:
             actions.append(Release(tuple(ids)))
         return actions
-
-    def _letter(self, record: LeaseRecord, reason: str) -> None:
-        self.run.letters.append(
-            {
-                "lease_id": record.lease_id,
-                "lane": record.lane,
-                "domain": record.domain,
-                "task_seed": record.task_seed,
-                "reason": reason,
-                "attempts": record.attempt,
-                "error": record.error,
-            }
-        )

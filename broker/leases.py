@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from temper.broker.events import PeerKey
 from temper.common.schema import Lane
@@ -57,6 +57,19 @@ class LeaseRecord:
     def missing(self) -> list[int]:
         """Indices that no sample was accepted for."""
         return [index for index in range(self.size) if index not in self.have]
+
+
+def dead_letter(record: LeaseRecord) -> dict[str, Any]:
+    """What is kept of a lease that was given up, wholly or in part."""
+    return {
+        "lease_id": record.lease_id,
+        "lane": record.lane,
+        "domain": record.domain,
+        "task_seed": record.task_seed,
+        "reason": "quarantined" if record.state == "quarantined" else "infra",
+        "attempts": record.attempt,
+        "error": record.error,
+    }
 
 
 class LeaseBook:

@@ -59,6 +59,7 @@ class Restored:
     state: dict[str, Any]
     leases: list[LeaseRecord]
     groups: list[GroupRecord]
+    letters: list[dict[str, Any]]  # dead letters, the oldest first
 
 
 class Ledger:
@@ -170,7 +171,8 @@ class Ledger:
             if lease.lease_id in groups:
                 lease.have = self.payloads.indices(lease.lease_id)
                 leases.append(lease)
-        return Restored(state, leases, list(groups.values()))
+        letters = [rows.letter_of(values) for values in self._db.execute(rows.DEAD_LETTERS)]
+        return Restored(state, leases, list(groups.values()), letters[::-1])
 
     def _check_run(self, run_id: str | None) -> str:
         found = self._db.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()

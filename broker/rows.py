@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from temper.broker.groups import GroupRecord
-from temper.broker.leases import LeaseRecord
+from temper.broker.leases import LeaseRecord, dead_letter
 from temper.broker.payloads import Key, Part
 
 TABLES = """
@@ -38,6 +38,7 @@ DELETE_PARTS = "DELETE FROM parts WHERE lease_id = ?"
 UPSERT_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 UPSERT_ATTEMPT = "INSERT OR REPLACE INTO attempts VALUES (?, ?, ?, ?)"
 UPSERT_LEASE = f"INSERT OR REPLACE INTO leases VALUES ({', '.join('?' * 18)})"
+DEAD_LETTERS = "SELECT * FROM leases WHERE state = 'quarantined' OR filled != '[]' ORDER BY rowid DESC LIMIT 200"
 UPSERT_GROUP = f"INSERT OR REPLACE INTO groups VALUES ({', '.join('?' * 12)})"
 
 
@@ -89,3 +90,8 @@ def group_row(r: GroupRecord) -> tuple[Any, ...]:
 def group_of(row: tuple[Any, ...]) -> GroupRecord:
     """The inverse of `group_row`."""
     return GroupRecord(*row)
+
+
+def letter_of(row: tuple[Any, ...]) -> dict[str, Any]:
+    """The dead letter that a lease of `DEAD_LETTERS` is."""
+    return dead_letter(lease_of(row))

@@ -108,7 +108,6 @@ class RunState:
             "quarantine_row": dict(self.quarantine_row),
             "void_row": dict(self.void_row),
             "void_causes": [[*cause, times] for cause, times in self.void_causes.items()],
-            "letters": list(self.letters),
             "failed": None if self.failed is None else [self.failed.reason, self.failed.exit_code],
             "leases": {lane: dict(counts) for lane, counts in self.leases.counts.items()},
             "attempts": dict(self.leases.attempts),
@@ -133,7 +132,6 @@ class RunState:
         self.quarantine_row.update(state["quarantine_row"])
         self.void_row.update(state["void_row"])
         self.void_causes.update({(domain, reason): times for domain, reason, times in state["void_causes"]})
-        self.letters.extend(state["letters"])
         self.failed = None if state["failed"] is None else Fail(*state["failed"])
         self.leases.attempts.update(state["attempts"])
         for book, key in ((self.leases.counts, "leases"), (self.groups.counts, "groups"), (self.groups.voids, "voids")):

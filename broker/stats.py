@@ -1,4 +1,4 @@
-"""The broker's picture of the run: `RunStatus` for `temper status`, and who waits for whom. Reads the core, changes nothing."""
+"""The broker's picture of the run: `RunStatus` for `temper status`, who waits for whom, metrics. Changes nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from temper.broker.core import BrokerCore
 from temper.broker.events import PeerKey
+from temper.broker.ledger import Ledger
+from temper.broker.weight_desk import WeightDesk
+from temper.common import metrics
+from temper.common.metrics import Meter
 from temper.common.reports import PeerStatus, RunStatus
 from temper.common.schema import Heartbeat
 
@@ -108,3 +112,32 @@ def _letter(letter: Mapping[str, object]) -> str:
         f"lease {letter['lease_id']} ({letter['lane']}, {letter['domain']}): {letter['reason']} after "
         f"{letter['attempts']} attempts: {letter['error']}"
     )
+
+
+def count(core: BrokerCore, samples: Mapping[str, int], ledger: Ledger, weights: WeightDesk) -> dict[str, float]:
+    """Totals since this process began, by the name of their metric."""
+    totals: dict[str, float] = {
+        metrics.BROKER_EXPIRED: core.leases.attempts["expired"],
+        metrics.BROKER_RETURNED: core.leases.attempts["returned"],
+        metrics.BROKER_ACCEPTED: samples.get("accepted", 0),
+        metrics.BROKER_REFUSED: samples.get("refused", 0),
+        metrics.BROKER_SEGMENT_BYTES: ledger.payloads.segments.written_bytes,
+        metrics.BROKER_WEIGHTS_STORED: weights.stored_nbytes,
+        metrics.BROKER_WEIGHTS_SERVED: weights.served_nbytes,
+    }
+    return totals | {metrics.BROKER_OUTCOMES.replace("*", name): n for name, n in core.jobs.outcomes.items()}
+
+
+def gauge(meter: Meter, core: BrokerCore, peers: int) -> None:
+    """Set the gauges of this moment."""
+    counts = core.groups.counts["train"]
+    meter.set(metrics.BROKER_QUEUED, counts["queued"])
+    meter.set(metrics.BROKER_QUEUED_BYTES, core.groups.nbytes()["queued"])
+    meter.set(metrics.BROKER_LEASED, counts["leased"])
+    meter.set(metrics.BROKER_TRAINED, counts["trained"])
+    meter.set(metrics.BROKER_IN_FLIGHT, core.leases.counts["train"]["in flight"])
+    meter.set(metrics.BROKER_JOBS_WAITING, core.jobs.waiting)
+    meter.set(metrics.BROKER_JOBS_RUNNING, len(core.jobs.jobs) - core.jobs.waiting)
+    meter.set(metrics.BROKER_PEERS, peers)
+    for reason, n in core.groups.voids["train"].items():
+        meter.set(metrics.BROKER_VOID.replace("*", reason.replace("/", "-")), n)

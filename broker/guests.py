@@ -1,0 +1,81 @@
+"""Who is connected: peers' routing ids and names, what they said in HELLO and in their last heartbeat; who is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from temper.common.pump import PeerId
+from temper.common.schema import Heartbeat, Hello, Refused, Role
+
+
+class Guests:
+    """The broker's guest list. A peer's key in the core is its routing id in hex: random, the same on both sockets."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.hellos: dict[str, Hello] = {}
+        self.beats: dict[str, Heartbeat] = {}
+        self._keys: dict[PeerId, str] = {}
+        self._ids: dict[str, PeerId] = {}
+        self._digests: dict[str, tuple[str, str]] = {}  # domain module -> (digest, who named it first)
+
+    def __len__(self) -> int:
+        return len(self.hellos)
+
+    def add(self, peer: PeerId, hello: Hello) -> str:
+        """A welcomed peer's key."""
+        key = peer.hex()
+        self._keys[peer], self._ids[key], self.hellos[key] = key, peer, hello
+        return key
+
+    def remove(self, peer: PeerId) -> tuple[str, Hello] | None:
+        """Forget a peer; what it was, or None if it was not here."""
+        key = self._keys.pop(peer, None)
+        if key is None:
+            return None
+        del self._ids[key]
+        self.beats.pop(key, None)
+        return key, self.hellos.pop(key)
+
+    def key(self, peer: PeerId) -> str | None:
+        """The key of a connected peer."""
+        return self._keys.get(peer)
+
+    def id(self, key: str) -> PeerId | None:
+        """The routing id of a connected peer."""
+        return self._ids.get(key)
+
+    def role(self, key: str) -> Role:
+        """The role of a connected peer."""
+        return self.hellos[key].role
+
+    def with_role(self, *roles: Role) -> Iterator[PeerId]:
+        """Routing ids of connected peers of these roles."""
+        return (self._ids[key] for key, hello in list(self.hellos.items()) if hello.role in roles)
+
+    def working(self) -> dict[PeerId, str]:
+        """Everybody but status clients, by name."""
+        return {self._ids[key]: hello.name for key, hello in self.hellos.items() if hello.role != "status"}
+
+    def refusal(self, hello: Hello, learner: str | None) -> Refused | None:
+        """Why a peer may not come in; `learner` is the key of the present learner."""
+        mismatch = self.mismatch(hello)
+        if mismatch is not None:
+            return mismatch
+        if hello.role == "broker":
+            return Refused("role_taken", "this run has its broker: relays are not served by this version")
+        present = self.hellos.get(learner or "")
+        if hello.role == "learner" and present is not None and present.session != hello.session:
+            return Refused("role_taken", f"this run already has a learner: {present.name}")
+        for module, digest in hello.domains.items():
+            known, by = self._digests.setdefault(module, (digest, hello.name))
+            if known != digest:
+                text = f"domain module {module} has digest {digest} at {hello.name}, {known} at {by}"
+                return Refused("domain", f"{text}: install the same version on both")
+        return None
+
+    def mismatch(self, hello: Hello) -> Refused | None:
+        """A peer of another run."""
+        if hello.run_id in (None, self.run_id):
+            return None
+        return Refused("run_mismatch", f"this is run {self.run_id}, the peer belongs to run {hello.run_id}")
