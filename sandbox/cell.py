@@ -1,4 +1,7 @@
-"""A running jail: start it, run programs in it one after the other, end it.
+"""A running nsjail and its current jail: start it, run programs one after the other, renew the jail, end it.
+
+One nsjail process makes one jail after the other (its mode RERUN), each with namespaces, mounts and an init of its own: that
+saves starting nsjail for each.
 
 Guarantees: no wait without a deadline; when `stop` has returned, no process, file descriptor or cgroup of the jail is
 left. The worker owns its cells; nobody else talks to an init.
@@ -10,6 +13,7 @@ import array
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 import struct
@@ -40,9 +44,10 @@ class Cell:
         self._log_fd = -1
         self._pidfd = -1
         self.init_pid = 0
+        self._leaving = False  # the init was told to end, another one will come
         self.idle_address_bytes = 0  # address space of the init, which every program starts with
         self.leaf: Leaf | None = None
-        self.runs = 0
+        self.jails = 1  # how many this nsjail has made
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._report: asyncio.Future[bytes] | None = None
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -70,15 +75,14 @@ class Cell:
         finally:
             os.close(log_far)
             self._far.close()
+        if hierarchy.roots:
+            self.leaf = hierarchy.leaf(name)
         self._loop.add_reader(self._control.fileno(), self._on_control)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await asyncio.shield(self._ready)
         except TimeoutError:
             raise JailFailed(f"no sign of life within {START_TIMEOUT_S:g} s: {self.log()}") from None
-        if hierarchy.roots:
-            self.leaf = hierarchy.leaf(name)
-            self.leaf.add(self.init_pid)
 
     def _on_control(self) -> None:
         try:
@@ -88,25 +92,52 @@ class Cell:
         except OSError:
             data, ancillary = b"", []
         if data == b"R":
-            if not self.init_pid:
-                self.init_pid = next(_CREDENTIALS.unpack(raw)[0] for _, kind, raw in ancillary if kind == 2)
-                self._pidfd = os.pidfd_open(self.init_pid)
-                self.idle_address_bytes = tree.address_bytes(self.init_pid)
-            if not self._ready.done():
-                self._ready.set_result(None)
+            try:
+                self._meet(next(_CREDENTIALS.unpack(raw)[0] for _, kind, raw in ancillary if kind == 2))
+            except OSError as error:
+                self._lost(f"its cgroup does not take it: {error}")
         elif len(data) == protocol.REPORT.size:
             if self._report is not None and not self._report.done():
                 self._report.set_result(data)
         else:
             self._lost()
 
-    def _lost(self) -> None:
+    def _meet(self, pid: int) -> None:
+        """The init says that it is ready: the same one again, or the first sign of a new jail's."""
+        if pid != self.init_pid:
+            self._forget_init()
+            self.init_pid = pid
+            self._pidfd = os.pidfd_open(pid)
+            self._loop.add_reader(self._pidfd, self._on_init_exit)
+            self._leaving = False
+            self.idle_address_bytes = tree.address_bytes(pid)
+            if self.leaf is not None:
+                self.leaf.add(pid)
+        if not self._leaving and not self._ready.done():
+            self._ready.set_result(None)
+
+    def _on_init_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        if self._leaving:
+            return
+        while self.alive and select.select([self._control], [], [], 0)[0]:
+            self._on_control()  # what it said last
+        if self.alive:
+            self._lost()
+
+    def _forget_init(self) -> None:
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+    def _lost(self, why: str = "") -> None:
         self._loop.remove_reader(self._control.fileno())
         if not self._ended.done():
             self._ended.set_result(None)
         for waiting in (self._ready, self._report):
             if waiting is not None and not waiting.done():
-                waiting.set_exception(JailFailed(f"the jail ended: {self.log() or 'its init is gone'}"))
+                waiting.set_exception(JailFailed(f"the jail ended: {why or self.log() or 'its init is gone'}"))
                 waiting.exception()  # may have no waiter
 
     @property
@@ -141,9 +172,15 @@ class Cell:
         finally:
             run.close()
 
+    def renew(self) -> None:
+        """End this jail; nsjail, which stays, makes the next one with fresh namespaces. `ready` waits for it."""
+        self._ready = self._loop.create_future()
+        self._leaving = True
+        self.jails += 1
+        self.send(b"Q")
+
     def begin(self) -> asyncio.Future[bytes]:
         """Expect a report and then a new ready."""
-        self.runs += 1
         self._ready = self._loop.create_future()
         self._report = self._loop.create_future()
         return self._report
@@ -176,11 +213,10 @@ class Cell:
             self._lost()
             self._control.close()
             self._far.close()
-        for name in ("_log_fd", "_pidfd"):
-            fd = getattr(self, name)
-            setattr(self, name, -1)
-            if fd >= 0:
-                os.close(fd)
+        self._forget_init()
+        log_fd, self._log_fd = self._log_fd, -1
+        if log_fd >= 0:
+            os.close(log_fd)
 
     async def _reap(self) -> None:
         assert self._process is not None
@@ -193,16 +229,15 @@ class Cell:
 
         self._loop.add_reader(pidfd, on_exit)
         try:
-            for harder in (self._process.terminate, self._process.kill):
+            for end in (self._process.terminate, self._process.kill):
+                end()
                 try:
                     async with asyncio.timeout(KILL_TIMEOUT_S):
                         await asyncio.shield(exited)
                     break
                 except TimeoutError:
-                    self.kill()
                     if self.leaf is not None:
                         self.leaf.kill()
-                    harder()
             self._process.wait(timeout=KILL_TIMEOUT_S)
         finally:
             self._loop.remove_reader(pidfd)

@@ -8,9 +8,9 @@ Temper. It guarantees that
 - when the worker dies, the control socket closes, this process exits and the kernel kills all that is left.
 
 Protocol, a SEQPACKET socket. Worker -> init: ``REQUEST`` with descriptors (bundle, stdin, stdout, stderr, and more that
-the program gets from 3 on), ``b"I"`` (interrupt what runs) or ``b"K"`` (kill it). Init -> worker: ``b"R"`` (ready: clean,
-nothing runs), ``REPORT``. The bundle is a sequence of length-prefixed byte strings: the seed, number of arguments,
-arguments, then name and content of each file.
+the program gets from 3 on), ``b"I"`` (interrupt what runs), ``b"K"`` (kill it) or ``b"Q"`` (end). Init -> worker:
+``b"R"`` (ready: clean, nothing runs), ``REPORT``. The bundle is a sequence of length-prefixed byte strings: the seed,
+number of arguments, arguments, then name and content of each file.
 """
 
 from __future__ import annotations
@@ -396,8 +396,10 @@ def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
         if not data:
             return
         fds = [fd for _, _, raw in ancillary for fd in struct.unpack(f"{len(raw) // 4}i", raw)]
+        if data == b"Q":
+            _exit(0)
         if len(data) != REQUEST.size:
-            continue  # a late kill
+            continue  # a late kill or interrupt
         request = REQUEST.unpack(data)
         started = time.monotonic()
         pids.restart()

