@@ -42,6 +42,7 @@ KEEP, LOUD = (
     2,
 )  # flags: leave the workspace as it is after this program; an uncaught exception is exit code 70, not 1
 UNCAUGHT = 70
+ORPHAN_S = 1.0  # an nsjail that has outlived its worker makes jails until it is swept: slowly, then
 LIBRARIES = "/opt/libraries"
 SPACES = ("/tmp", "/dev/shm")
 POLL_MS = 100
@@ -394,7 +395,8 @@ def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
     while True:
         data, ancillary, _, _ = sock.recvmsg(REQUEST.size, 64)
         if not data:
-            return
+            time.sleep(ORPHAN_S)
+            _exit(0)
         fds = [fd for _, _, raw in ancillary for fd in struct.unpack(f"{len(raw) // 4}i", raw)]
         if data == b"Q":
             _exit(0)

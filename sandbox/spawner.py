@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,9 @@ class Spawner:
         self.host = host
         self.init = compiled_init(host.interpreter, folder)
         self.reachable: dict[Path, Path] = {}
+        # nsjail gets SIGTERM when this thread dies, so that even SIGKILL of the worker leaves nothing running.
+        setpriv = shutil.which("setpriv")
+        self._follower = [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="nsjail-spawner")
         if os.geteuid() == 0:
             for number, source in enumerate(sorted(host.sources())):
@@ -63,7 +67,9 @@ class Spawner:
         pid_fd = _last_pid_fd()
         try:
             command = self.host.command(profile, log_fd, control_fd, pid_fd, self.init, self.reachable)
-            return _popen(command, log_fd, (control_fd, log_fd, *((pid_fd,) if pid_fd >= 0 else ())))
+            return _popen(
+                [*self._follower, *command], log_fd, (control_fd, log_fd, *((pid_fd,) if pid_fd >= 0 else ()))
+            )
         finally:
             if pid_fd >= 0:
                 os.close(pid_fd)

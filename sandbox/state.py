@@ -11,6 +11,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import signal
 import stat
 import tempfile
 from pathlib import Path
@@ -58,6 +59,7 @@ class State:
         swept = []
         for folder in self.base.glob("temper-*"):
             if folder.name != self.name and _dead(folder):
+                _end_processes(folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 swept.append(folder.name)
         living = {folder.name for folder in self.base.glob("temper-*")}
@@ -74,6 +76,15 @@ class State:
         """Remove the folder and release the lock."""
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
+
+
+def _end_processes(folder: Path) -> None:
+    """SIGTERM to the nsjail processes that were started out of `folder`: they take their jails with them."""
+    mark = f"{folder.name}/init.pyc:".encode()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError, ProcessLookupError):
+            if mark in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGTERM)
 
 
 def _dead(folder: Path) -> bool:
