@@ -77,9 +77,9 @@ def unpack_arrays(specs: Sequence[ArraySpec], frames: Sequence[Any]) -> dict[str
             raise ProtocolError(
                 f"array {spec.name!r} {spec.dtype}{list(spec.shape)} needs {expected} bytes, its frame has {view.nbytes}"
             )
-        if expected:
-            array = np.frombuffer(view.toreadonly(), dtype=dtype).reshape(spec.shape)
-        else:
-            array = np.empty(spec.shape, dtype=dtype)
-        arrays[spec.name] = array
+        try:
+            array = np.frombuffer(view.toreadonly(), dtype=dtype) if expected else np.empty(0, dtype=dtype)
+            arrays[spec.name] = array.reshape(spec.shape)
+        except ValueError as error:  # empty, with other dimensions beyond what numpy takes
+            raise ProtocolError(f"array {spec.name!r} has shape {spec.shape}: {error}") from error
     return arrays

@@ -55,6 +55,8 @@ def test_strided_and_big_endian_arrays_arrive_right() -> None:
         (ArraySpec("x", "uint8", (1,) * 9), 1, "shape"),
         (ArraySpec("x", "uint8", (2**62, 2**62)), 8, "needs"),
         (ArraySpec("x", "uint8", (0, 5)), 1, "needs 0 bytes"),
+        (ArraySpec("x", "uint8", (2**63, 0)), 0, "shape"),
+        (ArraySpec("x", "uint8", (2**40, 2**40, 0)), 0, "shape"),
     ],
 )
 def test_what_does_not_fit_its_spec_is_refused(spec: ArraySpec, size: int, message: str) -> None:
