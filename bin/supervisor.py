@@ -30,6 +30,7 @@ from temper.common.reports import ProgressReader
 TICK_S = 0.2
 STATUS_S = 1.0
 LINE_S = 5.0
+REDRAW_S = 0.5
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -50,14 +51,18 @@ class Display(Protocol):
 
 
 class LiveDisplay:
-    """A panel that is redrawn in place, on a terminal."""
+    """A panel that is redrawn in place twice a second, on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
+        self._next = 0.0
 
     def draw(self, picture: view.Picture, now: float) -> None:
+        if now < self._next:
+            return
+        self._next = now + REDRAW_S
         with contextlib.suppress(OSError):  # the terminal is gone: the run is not
             self._live.update(view.panel(picture, now), refresh=True)
 

@@ -75,6 +75,8 @@ BAD = [
     (["keys", "show", "--keys", "empty"], 2, ["broker.key", "temper keys new"]),
     (["plot", "empty"], 2, ["nothing to draw"]),
     (["inspect", "empty"], 2, ["empty"]),
+    (["export", "empty", "out"], 2, ["empty", "config.json"]),
+    (["export", "empty", "full"], 2, ["full exists already"]),
 ]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from temper.common.reports import PROGRESS_FILE, SUMMARY_FILE
 
 TEMPER = [sys.executable, "-P", "-m", "temper.cli.main"]
@@ -101,6 +102,24 @@ def finish(process: subprocess.Popen[str], folder: Path) -> tuple[int, str, str]
     return process.returncode, out, (folder / "shown").read_text()
 
 
+def check_export(folder: Path, run: Path, checkpoint: Path) -> None:
+    """transformers loads the exported folder, and its weights are the checkpoint's."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export = [*TEMPER, "export", str(run), "out"]
+    done = subprocess.run(export, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(folder / "out")
+    expected = load_file(checkpoint / "model.safetensors")
+    found = dict(model.named_parameters())
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert AutoTokenizer.from_pretrained(folder / "out").decode([1, 2, 3]) == "abc"
+    again = subprocess.run(export, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert again.returncode == 2
+    assert "exists already" in again.stderr
+
+
 def test_a_run_ends_cleanly_and_leaves_what_it_should(
     folder: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -138,6 +157,7 @@ def test_a_run_ends_cleanly_and_leaves_what_it_should(
         [*TEMPER, "inspect", "run"], cwd=folder, capture_output=True, text=True, timeout=60, check=True
     )
     assert "evaluation  after" in inspected.stdout
+    check_export(folder, run, Path(summary["checkpoint"]))
     again = subprocess.run(
         [*TEMPER, "run", "tiny.toml", "--run", "run"],
         cwd=folder,

@@ -1,0 +1,96 @@
+"""`temper export RUN OUT`: a run's trained model as a plain Hugging Face folder that transformers loads.
+
+Takes the newest checkpoint (or ``--version``), verified by its digests, and the run's own config, tokenizer and template. The
+folder appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from temper.common import recipe as recipes
+from temper.common.errors import ConfigError, EnvironmentFault
+from temper.common.reports import RECIPE_FILE
+
+BUNDLE_FOLDER = "bundle"
+BUNDLE_INDEX = "bundle.json"
+PREFIX = "model."
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+def describing_files(run_dir: Path) -> dict[str, bytes]:
+    """config.json, tokenizer.json and what else describes the model, from the run's bundle."""
+    folder = run_dir / BUNDLE_FOLDER
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder}: no config.json there: export where the broker's run directory is, after the run has started"
+        )
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != BUNDLE_INDEX}
+
+
+def export(run_dir: Path, out: Path, version: int | None, dtype_name: str | None) -> int:
+    """Write the folder; returns the version it holds."""
+    import torch
+    from safetensors.torch import save_file
+    from temper.learner import checkpoint
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists already: choose a new folder")
+    files = describing_files(run_dir)
+    root = run_dir / "checkpoints"
+    kept = checkpoint.versions(root)
+    if not kept:
+        raise ConfigError(f"{root}: no checkpoint there yet")
+    if version is not None and version not in kept:
+        raise ConfigError(f"{root}: no checkpoint of version {version}; there are {', '.join(map(str, kept))}")
+    found = checkpoint.load_newest(root) if version is None else checkpoint.load(root / checkpoint.folder_name(version))
+    if dtype_name is None:
+        dtype_name = recipes.load(str(run_dir / RECIPE_FILE)).model.serving_dtype
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype_name]
+    weights = {
+        name.removeprefix(PREFIX): tensor.to(dtype).contiguous()
+        for name, tensor in found.tensors.items()
+        if name.startswith(PREFIX)
+    }
+    files["config.json"] = json.dumps({**json.loads(files["config.json"]), "dtype": dtype_name}, indent=1).encode()
+    files.setdefault(TOKENIZER_CONFIG, json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}).encode())
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as made:
+            folder = Path(made) / "model"
+            folder.mkdir()
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+            (folder / "model.safetensors").chmod(0o644)
+            for name, data in files.items():
+                (folder / name).write_bytes(data)
+            if out.exists():
+                out.rmdir()
+            os.replace(folder, out)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {out}: {error.strerror or error}") from error
+    return found.version
+
+
+def main(argv: Sequence[str]) -> int:
+    """Export a run's model."""
+    parser = argparse.ArgumentParser(
+        prog="temper export",
+        description="A run's trained model as a folder that transformers loads.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the broker's run directory")
+    parser.add_argument("out", metavar="OUT", type=Path, help="a new folder")
+    parser.add_argument("--version", metavar="N", type=int, help="which checkpoint (default: the newest)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the recipe's serving_dtype"
+    )
+    arguments = parser.parse_args(argv)
+    version = export(arguments.run, arguments.out, arguments.version, arguments.dtype)
+    size = sum(path.stat().st_size for path in arguments.out.iterdir())
+    print(f"version {version} in {arguments.out} ({size / 1e6:.1f} MB)")
+    return 0
