@@ -31,7 +31,7 @@ from temper.common.errors import ConfigError, PeerLost
 from temper.common.log import log
 from temper.common.peer import Peer
 from temper.common.peer_daemon import PeerDaemon
-from temper.common.schema import Bundle, JobDone, Lease, NeedBundle, Return, SampleRefused, Version
+from temper.common.schema import Bundle, Holding, JobDone, Lease, NeedBundle, Return, SampleRefused, Version, Welcome
 
 LOAD_LIMIT_S = 120.0  # a domain may take this long to import and to make itself
 RETRY_S = 2.0  # between two tries of what infrastructure prevented
@@ -156,6 +156,22 @@ class ActorDaemon(PeerDaemon):
         if self._engine is not None:
             await self._engine.close()
         await super().close(exit_code, reason)
+
+    def holding(self) -> Holding:
+        """The attempts that wait or run here."""
+        held = self._serving.held.values() if self._serving is not None else ()
+        running = [(h.lease.lease_id, h.lease.attempt) for h in held if not h.refused]
+        return Holding(attempts=[*self._queued, *running])
+
+    def resynced(self, welcome: Welcome) -> None:
+        """Jobs, the bundle and weights on their way were in the broker's memory only: ask again."""
+        super().resynced(welcome)
+        if self._grader is not None:
+            self._grader.resend()
+        if self._client is not None:
+            self._client.resynced()
+        if self._bundle is not None and not self._bundle.done():
+            self.peer.post(NeedBundle())
 
     def tick(self) -> None:
         """Metrics of engine, weights and grading; a dead engine ends the daemon."""

@@ -38,6 +38,8 @@ class Link(Protocol):
 class _Execution:
     job_id: str
     verdict: asyncio.Future[Verdict]
+    body: Job
+    frames: list[memoryview]
     waiting: int = 0
     sending: asyncio.Task[None] | None = None
 
@@ -109,16 +111,23 @@ class SandboxGrader:
 
     def _start(self, job: SandboxJob, lease_id: int, domain: str) -> _Execution:
         job = msgspec.structs.replace(job, job_id=f"{self._prefix}-{next(self._numbers)}")
-        execution = _Execution(job.job_id, self._loop.create_future())
+        body = Job(job.job_id, lease_id, domain, job.session_id)
+        execution = _Execution(job.job_id, self._loop.create_future(), body, pack_frames(job))
         self._by_id[job.job_id] = execution
         self.counts.jobs += 1
-        body = Job(job.job_id, lease_id, domain, job.session_id)
-        execution.sending = self._loop.create_task(self._send(execution, body, pack_frames(job)))
+        execution.sending = self._loop.create_task(self._send(execution))
         return execution
 
-    async def _send(self, execution: _Execution, body: Job, frames: list[memoryview]) -> None:
+    def resend(self) -> None:
+        """The broker restarted, and jobs live in its memory only: hand in again what has no verdict. One that it knows, or
+        that a worker still runs, is not run twice at once."""
+        for execution in self._by_id.values():
+            if execution.sending is not None and execution.sending.done():
+                execution.sending = self._loop.create_task(self._send(execution))
+
+    async def _send(self, execution: _Execution) -> None:
         try:
-            await self._link.send(body, frames)
+            await self._link.send(execution.body, execution.frames)
         except Exception as error:  # whoever waits for the verdict gets the error
             if not execution.verdict.done():
                 execution.verdict.set_exception(error)

@@ -215,6 +215,14 @@ class WeightClient:
                 log(f"waiting for learner: {what} of the weights ({reason})")
                 said = True
 
+    def resynced(self) -> None:
+        """The broker restarted: a chain that was on its way will not go on."""
+        reply = self._reply
+        if reply is not None and not reply.done.done():
+            reply.chain = None
+            reply.done.set_result(None)
+            self._moved.set()
+
     def _on_new_version(self, news: NewVersion, frames: list[memoryview]) -> None:
         self.newest = news.version
         self._news.set()

@@ -2,7 +2,9 @@
 
 `Policy` takes what happened (with the time) and answers with actions; `supervisor` carries them out. The rules:
 
-- broker and learner are essential: the death of one ends the run with its cause;
+- the learner is essential: its death ends the run with its cause; so does a broker that ends for a reason which a
+  restart would meet again (configuration, environment);
+- a broker that was killed or crashed is restarted at once on its ledger; the others reconnect and go on;
 - an actor, sandbox worker or evaluator is restarted with back-off, at most `RESTARTS` times in a row (a process that
   was READY for `STABLE_S` starts the row anew); when the last of a role is given up, the run ends;
 - a process that exits before its first READY ends the run at once;
@@ -20,10 +22,12 @@ from typing import Literal
 Role = Literal["broker", "learner", "actor", "eval", "sandbox"]
 Mode = Literal["running", "finishing", "draining", "aborting", "over"]
 
-ESSENTIAL: frozenset[Role] = frozenset({"broker", "learner"})
+ESSENTIAL: frozenset[Role] = frozenset({"learner"})
 STOP_ORDER: tuple[Role, ...] = ("actor", "eval", "sandbox", "learner", "broker")
 RESTARTS = 3
 BACKOFF_S = (1.0, 3.0, 9.0)
+BROKER_BACKOFF_S = (0.1, 1.0, 3.0)  # everybody waits for it
+LASTING_CODES = (2, 4)  # configuration, environment: a restart would meet them again
 CLEAN_S = 5.0  # a clean exit may be the run's end, which the others tell a moment later
 STABLE_S = 30.0
 GRACE_S = 3.0
@@ -158,12 +162,13 @@ class Policy:
             return []
         if not child.was_ready:
             return self._abort(child, code, f"{name} ended before it was ready: {describe_exit(code)}", now)
-        if child.role in ESSENTIAL:
+        if child.role in ESSENTIAL or (child.role == "broker" and code in LASTING_CODES):
             return self._abort(child, code, f"{name} died: {describe_exit(code)}", now)
         child.failures = 1 if stable else child.failures + 1
         if child.failures > RESTARTS:
             return self._give_up(child, code, now)
-        delay = BACKOFF_S[child.failures - 1] if code else max(BACKOFF_S[child.failures - 1], CLEAN_S)
+        backoff = (BROKER_BACKOFF_S if child.role == "broker" else BACKOFF_S)[child.failures - 1]
+        delay = backoff if code else max(backoff, CLEAN_S)
         child.restart_at = now + delay
         return [
             Say(

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -190,7 +191,10 @@ class Supervisor:
                         self.shown.say(f"  {name}: {line}")
 
     def _start(self, name: str) -> None:
-        process = Process(self.specs[name], self.run_dir / "logs" / f"{name}.log", self.threads)
+        spec = self.specs[name]
+        if name in self.processes and spec.role == "broker" and "--resume" not in spec.arguments:
+            spec = replace(spec, arguments=(*spec.arguments, "--resume"))  # it has a ledger now
+        process = Process(spec, self.run_dir / "logs" / f"{name}.log", self.threads)
         self.processes[name] = process
         descriptor = process.pidfd()
         loop = asyncio.get_running_loop()

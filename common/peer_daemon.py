@@ -32,7 +32,7 @@ from temper.common.keys import load_peer
 from temper.common.log import log
 from temper.common.metrics import Meter
 from temper.common.peer import Peer, new_session
-from temper.common.schema import Drain, Hello, Metrics, Role, Welcome
+from temper.common.schema import Drain, Hello, Holding, Metrics, Role, Welcome
 
 T = TypeVar("T")
 
@@ -69,8 +69,15 @@ class PeerDaemon(Daemon):
     def subscribe(self, peer: Peer) -> None:
         """Override: register handlers with ``peer.on``, before the connection is made."""
 
+    def holding(self) -> Holding:
+        """Override: what of the broker's this daemon still has. The broker asks for it after a restart, and takes back
+        what is not named: it may never have arrived."""
+        return Holding()
+
     def resynced(self, welcome: Welcome) -> None:
-        """Override: the broker restarted and knows us again; what it had acknowledged it still has, the rest went out again."""
+        """The broker restarted and knows us again; what it had acknowledged it still has, the rest went out again. Override
+        to send again what only the broker's memory held, after calling this."""
+        self.peer.post(self.holding())
 
     @property
     def peer(self) -> Peer:

@@ -31,6 +31,7 @@ from temper.common.schema import (
     Done,
     Evaluate,
     Group,
+    Holding,
     Lane,
     LearnerReady,
     Metrics,
@@ -38,6 +39,7 @@ from temper.common.schema import (
     Phase,
     RunOver,
     Void,
+    Welcome,
 )
 from temper.common.schema import RunFailed as RunFailedMessage
 from temper.common.wire import FRAME_LIMIT, FRAME_LIMIT_BYTES
@@ -75,6 +77,8 @@ class LearnerDaemon(PeerDaemon):
         self.cache_dir = cache_dir
         self.inbox = Inbox()
         self.evaluations: list[Evaluation] = []
+        self._requests = 0  # evaluations asked for
+        self._training: list[int] = []  # groups of the step that runs
         self.checkpoint_path = ""
         self._run_dir = run_dir
         self._resume = resume
@@ -125,6 +129,20 @@ class LearnerDaemon(PeerDaemon):
             else:
                 self._replace(group.lane, group.group_id, reason)
         self._arrived.set()
+
+    def holding(self) -> Holding:
+        """The groups that are here and not done with, and how many more are asked for."""
+        lanes: tuple[Lane, ...] = ("demo", "train")
+        groups = [*self._training, *(i for lane in lanes for i in self.inbox.ids(lane))]
+        for evaluation in self.evaluations:
+            groups += [group_id for taken in evaluation.groups.values() for group_id in taken]
+        return Holding(groups=groups, demand={lane: self.inbox.outstanding(lane) for lane in lanes})
+
+    def resynced(self, welcome: Welcome) -> None:
+        """Say what is here; a version on its way is published anew."""
+        super().resynced(welcome)
+        if self._publisher is not None:
+            self._publisher.resynced()
 
     def _replace(self, lane: Lane, group_id: int, reason: str) -> None:
         """A group that cannot be trained: its place is free at once, another one is asked for."""
@@ -313,6 +331,7 @@ class LearnerDaemon(PeerDaemon):
             groups, wait_s = await self._batch("demo", warm.groups_per_step)
             report = await self.off_loop(session.warm_step, groups)
             self.peer.post(Done(session.ordinal - 1, report.trained, {}, counted=False))
+            self._training = []
             self.records.warm(session, report, wait_s)
             self.board.step(report.metrics, session.trainer.warm_steps_done, warm=True)
             self._count(report.metrics, wait_s)
@@ -335,6 +354,7 @@ class LearnerDaemon(PeerDaemon):
         report, alarms = await self.off_loop(session.train_step, groups)
         void = {str(group_id): reason for group_id, reason in report.void.items()}
         self.peer.post(Done(session.ordinal - 1, report.trained, void, counted=True))
+        self._training = []
         last = after == recipe.run.max_steps
         evaluate = bool(recipe.eval.every_steps) and after % recipe.eval.every_steps == 0 and not last
         await self._publish(keep=evaluate or last)
@@ -375,7 +395,9 @@ class LearnerDaemon(PeerDaemon):
         self._check()
         pacing = self.recipe.pacing
         ordered = pacing.batch_order == "lease" or pacing.max_staleness == 0 or self.recipe.run.deterministic
-        return self.inbox.take(lane, want, ordered), time.perf_counter() - begun
+        groups = self.inbox.take(lane, want, ordered)
+        self._training = [group.group_id for group in groups]
+        return groups, time.perf_counter() - begun
 
     async def _something(self, what: str, deadline_s: float) -> None:
         """Wait until a message comes; raises what the broker said went wrong, or `Drained`. What came before this call
@@ -403,7 +425,8 @@ class LearnerDaemon(PeerDaemon):
             return
         deadline = time.monotonic() + config.timeout_s
         self.evaluations.append(Evaluation(session.ordinal, session.steps_done, when, expected, deadline))
-        self.peer.post(Evaluate(session.ordinal, tasks, config.samples_per_task))
+        self._requests += 1
+        self.peer.post(Evaluate(session.ordinal, tasks, config.samples_per_task, self._requests))
 
     def _reap(self) -> None:
         """Record evaluations that are complete or out of time."""

@@ -227,6 +227,10 @@ class Inbox:
         """Groups of `lane` that wait to be trained."""
         return len(self._ready.get(lane, {}))
 
+    def ids(self, lane: Lane) -> list[int]:
+        """Ids of the groups of `lane` that wait to be trained."""
+        return list(self._ready.get(lane, {}))
+
     def outstanding(self, lane: Lane) -> int:
         """Groups of `lane` asked for that have not arrived."""
         return self._asked.get(lane, 0)

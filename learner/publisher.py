@@ -216,6 +216,11 @@ class Publisher:
             return work()
         return await asyncio.to_thread(work)
 
+    def resynced(self) -> None:
+        """The broker restarted: an entry that it had not stored is lost, send it anew."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(TimeoutError())
+
     def _on_stored(self, stored: Stored, frames: list[memoryview]) -> None:
         if stored.answers not in (None, self._awaited):
             return  # the late answer to an entry that was given up

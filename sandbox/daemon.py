@@ -15,7 +15,7 @@ from temper.common.errors import ProtocolError
 from temper.common.log import log
 from temper.common.peer import Peer
 from temper.common.peer_daemon import PeerDaemon
-from temper.common.schema import Job, JobCancel, JobDone, SandboxJob, Verdict, pack_frames, unpack_frames
+from temper.common.schema import Holding, Job, JobCancel, JobDone, SandboxJob, Verdict, pack_frames, unpack_frames
 from temper.sandbox import verdicts
 from temper.sandbox.jail import Host
 from temper.sandbox.worker import Worker
@@ -59,6 +59,10 @@ class SandboxDaemon(PeerDaemon):
         await super().close(exit_code, reason)
         if self._worker is not None:
             await self._worker.__aexit__()
+
+    def holding(self) -> Holding:
+        """The jobs that run here."""
+        return Holding(jobs=list(self._jobs))
 
     def tick(self) -> None:
         self.meter.set(metrics.SANDBOX_RUNNING, len(self._jobs))

@@ -55,6 +55,14 @@ class Guest:
     def _keep(self, kind: type[schema.Body]) -> Callable[[Any, list[memoryview]], None]:
         return lambda body, frames: self.queues[kind].put_nowait((body, frames))
 
+    def says(self, body: schema.Body) -> None:
+        """Send this when the broker has come back."""
+
+        def answer(welcome: schema.Welcome) -> None:
+            self.peer.post(body)
+
+        self.peer.on_resync = answer
+
     async def next(self, kind: type[B]) -> tuple[B, list[memoryview]]:
         return await asyncio.wait_for(self.queues[kind].get(), 20.0)
 
@@ -368,6 +376,77 @@ def test_a_kill_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
             await s.start("--resume")
             status = await s.status()
             assert (status.queued_groups, status.leases_in_flight) == (4, 0)
+
+    play(scene)
+
+
+def test_peers_live_through_a_kill_of_the_broker(tmp_path: Path) -> None:
+    """Killed with leases out, samples unsent, a group at the learner and a job running: everything goes on, once."""
+
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            learner = await s.learner()
+            actor = await s.guest("actor", "actor", 4)
+            worker = await s.guest("sandbox", "worker", 1)
+            leases = [(await actor.next(schema.Lease))[0] for _ in range(4)]
+            await actor.peer.send(*samples(leases[0]))
+            await learner.peer.send(schema.Demand("train", 2))
+            first, _ = await learner.next(schema.Group)
+            job = pack_frames(schema.SandboxJob("j", "python", {"main.py": b""}, []))
+            await actor.peer.send(schema.Job("j", 0, "a", None), job)
+            await worker.next(schema.Job)
+            await asyncio.gather(*(guest.peer.flush(20.0) for guest in (learner, actor, worker)))
+            assert s.process is not None
+            s.process.kill()
+            await s.process.wait()
+
+            learner.says(schema.Holding(groups=[first.group_id], demand={"train": 1}))
+            actor.says(schema.Holding(attempts=[(lease.lease_id, 1) for lease in leases[2:]]))
+            worker.says(schema.Holding(jobs=["j"]))
+            await actor.peer.send(*samples(leases[1]))  # into the resend window: nobody is there
+            await s.start("--resume")
+            second, _ = await learner.next(schema.Group)
+            assert (first.group_id, second.group_id) == (leases[0].lease_id, leases[1].lease_id)
+            await actor.peer.send(schema.Job("j", 0, "a", None), job)  # the same job, which still runs
+            await actor.peer.flush(20.0)
+            await worker.peer.send(schema.JobDone("j", "ok"), pack_frames(schema.Verdict("ok")))
+            assert (await actor.next(schema.JobDone))[0].job_id == "j"
+            assert worker.queues[schema.Job].empty()
+            for lease in leases[2:]:
+                await actor.peer.send(*samples(lease))
+            await learner.peer.send(schema.Done(0, [first.group_id, second.group_id], {}, True))
+            fresh = [(await actor.next(schema.Lease))[0] for _ in range(2)]
+            assert [(lease.lease_id, lease.attempt, lease.min_version) for lease in fresh] == [(4, 1, 1), (5, 1, 1)]
+            assert actor.queues[schema.SampleRefused].empty()
+            status = await s.status()
+            assert (status.steps_done, status.queued_groups, status.leases_in_flight) == (1, 2, 2)
+
+    play(scene)
+
+
+def test_what_was_lost_on_its_way_when_the_broker_died_goes_out_again(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            learner = await s.learner()
+            actor = await s.guest("actor", "actor", 4)
+            leases = [(await actor.next(schema.Lease))[0] for _ in range(4)]
+            for lease in leases[:2]:
+                await actor.peer.send(*samples(lease))
+            await learner.peer.send(schema.Demand("train", 2))
+            groups = [(await learner.next(schema.Group))[0].group_id for _ in range(2)]
+            await asyncio.gather(*(guest.peer.flush(20.0) for guest in (learner, actor)))
+            assert s.process is not None
+            s.process.kill()
+            await s.process.wait()
+            # as if the second group and the last lease had never arrived
+            learner.says(schema.Holding(groups=groups[:1], demand={"train": 1}))
+            held = [(leases[2].lease_id, 1), (77, 1)]
+            actor.says(schema.Holding(attempts=held))
+            await s.start("--resume")
+            assert (await learner.next(schema.Group))[0].group_id == groups[1]
+            again, _ = await actor.next(schema.Lease)
+            assert (again.lease_id, again.attempt, again.task_seed) == (leases[3].lease_id, 2, leases[3].task_seed)
+            assert (await actor.next(schema.SampleRefused))[0].lease_id == 77
 
     play(scene)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from temper.cli.policy import (
     ABORT_S,
     BACKOFF_S,
+    BROKER_BACKOFF_S,
     GRACE_S,
     INTERRUPTED_CODE,
     RESTARTS,
@@ -59,13 +60,28 @@ def test_exit_before_the_first_ready_ends_the_run_with_its_code() -> None:
 
 
 @pytest.mark.parametrize(("code", "expected"), [(1, 1), (4, 4), (-signal.SIGKILL, 3), (77, 1)])
-def test_death_of_learner_or_broker_ends_the_run(code: int, expected: int) -> None:
-    for name in ("broker", "learner"):
-        policy = running()
-        policy.exited(name, code, 50.0)
-        assert policy.mode == "aborting"
-        assert policy.ending is not None
-        assert (policy.ending.exit_code, policy.ending.blamed) == (expected, name)
+def test_death_of_the_learner_ends_the_run(code: int, expected: int) -> None:
+    policy = running()
+    policy.exited("learner", code, 50.0)
+    assert policy.mode == "aborting"
+    assert policy.ending is not None
+    assert (policy.ending.exit_code, policy.ending.blamed) == (expected, "learner")
+
+
+@pytest.mark.parametrize("code", [2, 4])
+def test_a_broker_that_a_restart_would_not_help_ends_the_run(code: int) -> None:
+    policy = running()
+    policy.exited("broker", code, 50.0)
+    assert policy.ending is not None
+    assert (policy.ending.exit_code, policy.ending.blamed) == (code, "broker")
+
+
+@pytest.mark.parametrize("code", [1, -signal.SIGKILL])
+def test_a_killed_broker_is_restarted_at_once(code: int) -> None:
+    policy = running()
+    policy.exited("broker", code, 50.0)
+    assert policy.mode == "running"
+    assert policy.tick(50.0 + BROKER_BACKOFF_S[0]) == [Start("broker")]
 
 
 def test_restart_with_backoff_then_the_run_ends_when_the_role_is_empty() -> None:
