@@ -28,6 +28,7 @@ START = b"TMPRLOG1"
 END = b"TMPREND1"
 _TAIL = struct.Struct("<I16s8s")
 PART = ".part"
+SUFFIXES = (".snapshot", ".delta")
 
 
 class Footer(msgspec.Struct, array_like=True, frozen=True):
@@ -158,3 +159,19 @@ def read(path: Path, *, verify: bool = True) -> LogFile:
             if chunk_digest(chunk) != footer.digests[i]:
                 raise Damaged(f"chunk {i} is damaged")
     return log_file
+
+
+def scan(directory: Path, *, verify: bool = True) -> tuple[list[LogFile], list[tuple[Path, str]]]:
+    """(complete files, damaged ones with the reason) of a log's directory, by name; nothing is changed."""
+    found: list[LogFile] = []
+    damaged: list[tuple[Path, str]] = []
+    for path in sorted(directory.iterdir()):
+        if path.suffix not in SUFFIXES:
+            continue
+        try:
+            found.append(read(path, verify=verify))
+        except Damaged as error:
+            damaged.append((path, str(error)))
+        except OSError as error:
+            raise EnvironmentFault(f"cannot read {path}: {error.strerror}") from error
+    return found, damaged

@@ -178,7 +178,7 @@ def test_a_new_lineage_starts_with_a_snapshot_and_orphans_the_old_one(tmp_path: 
 def test_a_restart_serves_the_same_log(tmp_path: Path) -> None:
     store, versions = filled(tmp_path)
     again = WeightStore(tmp_path, "run-a", sync=False)
-    assert again.newest() == store.newest() and again.lineage == LINEAGE
+    assert again.newest() == store.newest() and again.log.lineage == LINEAGE
     assert kinds(again.route(versions[2].version, None)) == [("delta", 3), ("delta", 4)]
     assert put(again, versions[4], version(5)) == Stored(version(5).version, 5)
 
