@@ -1,49 +1,80 @@
-"""Golomb-Rice coding of non-negative integers with numpy: what the sparse form of a weight delta is made of.
+"""Golomb-Rice coding of runs of non-negative integers with numpy: what the sparse form of a weight delta is made of.
 
-Each value is split into a quotient ``v >> k``, written in unary, and its k low bits, written as they are. For gaps
-between changes that fall independently this is within 0.03 bits a value of the entropy. Pure functions, no limits on
-the input but the ones they check: decoding never trusts a length. Used by ``delta`` alone.
+Each value is split into a quotient ``v >> k``, written in unary, and its k low bits, written as they are; every run has
+its own k, and all runs share one stream of quotients and one of low bits. For gaps between changes that fall
+independently this is within 0.03 bits a value of the entropy. Pure; decoding never trusts a length. Used by ``sparse``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from temper.common.errors import ProtocolError
 
-MAX_SHIFT = 32
+MAX_SHIFT = 40
+_LOG_GOLDEN = np.log((np.sqrt(5.0) - 1.0) / 2.0)
+
+Run = tuple[np.ndarray, int]
 
 
-def best_shift(values: np.ndarray) -> int:
-    """The k that makes the coded size of `values` (non-negative int64[n], n > 0) least."""
-    mean = float(values.mean())
-    guess = max(0, int(np.log2(mean * 0.6931 + 1e-9))) if mean > 0 else 0
-    candidates = range(max(0, guess - 1), min(MAX_SHIFT, guess + 1) + 1)
-    return min(candidates, key=lambda k: values.size * k + int((values >> k).sum()))
+def best_shift(mean: float) -> int:
+    """The k under which non-negative integers of this mean are coded shortest if they are geometrically distributed."""
+    if mean <= 0.0:
+        return 0
+    return max(0, 1 + int(np.floor(np.log2(_LOG_GOLDEN / np.log1p(-1.0 / (mean + 1.0))))))
 
 
-def encode(values: np.ndarray, k: int) -> tuple[bytes, bytes]:
-    """(unary quotients, low bits) of non-negative int64[n]."""
-    ends = np.cumsum((values >> k) + 1) - 1
-    unary = np.zeros(int(ends[-1]) + 1 if ends.size else 0, np.uint8)
+def cost_bits(values: np.ndarray, k: int) -> int:
+    """Coded size of `values` in bits."""
+    return values.size * (k + 1) + int((values >> k).sum())
+
+
+def encode(runs: Sequence[Run]) -> tuple[bytes, bytes]:
+    """(unary quotients, low bits) of runs of (non-negative int64[n], k)."""
+    if not runs:
+        return b"", b""
+    ends = np.cumsum(np.concatenate([values >> k for values, k in runs]) + 1) - 1
+    if not ends.size:
+        return b"", b""
+    unary = np.zeros(int(ends[-1]) + 1, np.uint8)
     unary[ends] = 1
-    return np.packbits(unary, bitorder="little").tobytes(), _pack_low(values, k)
+    return np.packbits(unary, bitorder="little").tobytes(), b"".join(_pack_low(values, k) for values, k in runs)
 
 
-def decode(n: int, k: int, unary: memoryview, low: memoryview) -> np.ndarray:
-    """int64[n] from what `encode` made; ProtocolError if the streams do not hold exactly `n` values."""
-    if not 0 <= k <= MAX_SHIFT:
-        raise ProtocolError(f"Rice parameter {k}, at most {MAX_SHIFT}")
-    ends = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8), bitorder="little"))
-    if ends.size != n:
-        raise ProtocolError(f"{ends.size} quotients where {n} are announced")
-    quotients = np.diff(ends, prepend=-1) - 1
-    if k == 0:
-        return quotients
-    return (quotients << k) | _unpack_low(n, k, low)
+class Reader:
+    """Reads runs back in the order in which they were written. ProtocolError if the streams do not hold them."""
+
+    def __init__(self, unary: memoryview, low: memoryview) -> None:
+        ends = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8), bitorder="little"))
+        self._quotients = np.diff(ends, prepend=-1) - 1
+        self._low = np.frombuffer(low, np.uint8)
+        self._at = self._low_at = 0
+
+    def take(self, n: int, k: int) -> np.ndarray:
+        """The next run: int64[n], every value below 2**60."""
+        if not 0 <= k <= MAX_SHIFT:
+            raise ProtocolError(f"Rice parameter {k}, at most {MAX_SHIFT}")
+        quotients = self._quotients[self._at : self._at + n]
+        low = self._low[self._low_at : self._low_at + low_bytes(n, k)]
+        if n < 0 or quotients.size != n or low.size != low_bytes(n, k):
+            raise ProtocolError(f"{quotients.size} quotients and {low.size} bytes of low bits for {n} values")
+        self._at += n
+        self._low_at += low.size
+        if n and int(quotients.max()) >> (60 - k):
+            raise ProtocolError("a value beyond 2**60")
+        return (quotients << k) | _unpack_low(n, k, low) if k else quotients
+
+    def finish(self) -> None:
+        """ProtocolError if anything is left."""
+        if self._at != self._quotients.size or self._low_at != self._low.size:
+            raise ProtocolError(
+                f"{self._quotients.size - self._at} values and {self._low.size - self._low_at} bytes of low bits too many"
+            )
 
 
 def low_bytes(n: int, k: int) -> int:
-    """Size of the low-bit stream of `n` values: whole byte planes, then the rest bit by bit."""
+    """Size of the low bits of `n` values: whole byte planes, then the rest bit by bit."""
     return n * (k // 8) + (n * (k % 8) + 7) // 8
 
 
@@ -56,10 +87,7 @@ def _pack_low(values: np.ndarray, k: int) -> bytes:
     return b"".join(planes)
 
 
-def _unpack_low(n: int, k: int, low: memoryview) -> np.ndarray:
-    if low.nbytes != low_bytes(n, k):
-        raise ProtocolError(f"{low.nbytes} bytes of low bits, expected {low_bytes(n, k)}")
-    data = np.frombuffer(low, np.uint8)
+def _unpack_low(n: int, k: int, data: np.ndarray) -> np.ndarray:
     values = np.zeros(n, np.int64)
     for plane in range(k // 8):
         values |= data[plane * n : (plane + 1) * n].astype(np.int64) << (8 * plane)

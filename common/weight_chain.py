@@ -22,7 +22,7 @@ from temper.common.weight_format import SEGMENT_VALUES, DeltaError, Record, Tabl
 
 @dataclass(frozen=True, slots=True)
 class TensorPatch:
-    """New bits of one tensor. `kind` full: `values` is the whole tensor, flat; sparse: at ascending flat `indices`.
+    """New bits of one tensor. `kind` full: `values` is the whole tensor, flat; sparse: at distinct flat `indices`.
 
     indices int64[n] or None, values u8/u16/u32[n]; overwrite, never add.
     """

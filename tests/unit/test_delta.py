@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from temper.common import coding, delta
+from temper.common import coding, delta, rice
 from temper.common.bits import ITEM_BYTES, TensorBits, Weights, seal, unsigned
 from temper.common.delta import DeltaError
 from temper.common.errors import TemperError
@@ -257,3 +257,64 @@ def test_the_format_names_its_version() -> None:
     foreign = chunk.replace(b"temper-weights", b"temper-wEights")
     with pytest.raises(DeltaError, match="install the same version"):
         delta.stage([foreign], None)
+
+
+FLOATS = {"float32": 23, "bfloat16": 7, "float16": 10, "float8_e4m3fn": 3, "float8_e5m2": 2}
+
+
+def trained(dtype: str, size: int, update: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Bits of `dtype` (truncated from fp32) before and after every fp32 master moved by about `update`, as Adam does."""
+    rng = np.random.default_rng(seed)
+    before = (rng.standard_normal(size) * 0.05).astype(np.float32)
+    after = (before + update * rng.standard_normal(size)).astype(np.float32)
+    shift = 32 - 8 * unsigned(dtype).itemsize
+    if dtype in ("float16", "float8_e4m3fn"):  # not a prefix of fp32: any monotone map of the numbers will do
+        return tuple((np.abs(x) * 2**12).astype(np.uint32).astype(unsigned(dtype)) for x in (before, after))
+    return tuple((x.view(np.uint32) >> shift).astype(unsigned(dtype)) for x in (before, after))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(FLOATS)),
+    st.sampled_from([40, 3000, 100_000]),
+    st.floats(1e-8, 1e-2),
+    st.integers(0, 99),
+)
+def test_a_training_step_is_exact_in_every_float_dtype(dtype: str, size: int, update: float, seed: int) -> None:
+    old, new = trained(dtype, size, update, seed)
+    coded = coding.encode(old, new, dtype)
+    if coded is None:
+        assert (old == new).all()
+        return
+    patch = coding.decode(coded, old, size, old.dtype, dtype)
+    result = old.copy()
+    result[slice(None) if patch.indices is None else patch.indices] = patch.values
+    assert (result == new).all()
+    if patch.indices is not None:
+        assert np.unique(patch.indices).size == patch.indices.size == int((old != new).sum())
+
+
+def test_telling_classes_apart_beats_the_entropy_of_which_positions_changed() -> None:
+    old, new = trained("bfloat16", 1 << 20, 2e-6)
+    coded = coding.encode(old, new, "bfloat16")
+    assert coded is not None and coded.kind == coding.SPARSE
+    share = coded.changed / old.size
+    positions = -old.size * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
+    assert 0.002 < share < 0.05 and 8 * coded.nbytes < 0.9 * (positions + coded.changed)
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.01, 0.4, 1.0, 7.0, 300.0, 1e7])
+def test_rice_runs_come_back_and_are_near_the_entropy(mean: float) -> None:
+    rng = np.random.default_rng(0)
+    values = rng.geometric(1 / (mean + 1), 5000).astype(np.int64) - 1
+    k = rice.best_shift(float(values.mean()))
+    assert rice.cost_bits(values, k) == min(rice.cost_bits(values, other) for other in range(40)) or mean == 0.01
+    unary, low = rice.encode([(values, k), (values[:7], 3), (values[:0], 0)])
+    reader = rice.Reader(memoryview(unary), memoryview(low))
+    assert (reader.take(5000, k) == values).all() and (reader.take(7, 3) == values[:7]).all()
+    assert reader.take(0, 0).size == 0
+    reader.finish()
+    if mean >= 1.0:
+        p = 1 / (mean + 1)
+        entropy = -(p * np.log2(p) + (1 - p) * np.log2(1 - p)) / p * values.size
+        assert rice.cost_bits(values, k) < 1.06 * entropy

@@ -1,0 +1,293 @@
+"""The sparse form of a piece: which values changed and by how many steps, coded class by class. Pure; used by ``coding``.
+
+Values of the base below a bound of magnitude are *hot*. They are told apart by class (exponent; the lowest ones together),
+and within a class the gaps between the changed ones, or between the unchanged ones where those are fewer, are Rice-coded:
+members of a class change with about the same probability, so this takes about half of what gaps between positions take.
+The bound is where that stops to pay. The rest is *cold*: gaps between positions. With them go, class by class, the sign of
+each change and the steps beyond one: as gaps between the exceptions where those are few, else as squeezed bytes.
+
+Parameters: bound, lowest class, then for each class from there to the bound, and for the cold: n; if n: k, mode; and by
+mode, 0: nothing (all changes are single steps); 1: exceptions, k of their gaps, k of what exceeds two steps;
+2: planes, which of them are squeezed (bits), their sizes. Streams: quotients, low bits, signs, planes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from temper.common import rice
+from temper.common.errors import ProtocolError
+from temper.common.float_bits import below, class_count, classes, moved, steps
+from temper.common.squeeze import squeeze, unsqueeze
+
+CLASSES = 12  # told apart below the bound; what is lower counts as one
+SCAN_BITS = 0.05  # what looking at a hot value must save: the time of a pass, in bits
+CLASS_BITS = 40.0  # what a class costs in parameters
+SAMPLE = 1 << 14  # values of a piece that its classes are estimated from
+
+STREAMS = 4
+PLANES = 5  # bytes that a number of steps may take
+
+
+@dataclass(frozen=True, slots=True)
+class _Hot:
+    """Positions of the hot values, class by class: `positions[order]`, class i at starts[i]:starts[i + 1]."""
+
+    positions: np.ndarray
+    order: np.ndarray
+    starts: list[int]
+
+    @classmethod
+    def of(cls, base: np.ndarray, dtype: str, bound: int, lowest: int) -> _Hot:
+        if bound == lowest:
+            none = np.empty(0, np.int64)
+            return cls(none, none, [0])
+        positions = _true(below(base, dtype, bound))
+        kinds = classes(base[positions], dtype)
+        kinds -= np.minimum(kinds, np.uint8(lowest))
+        sizes = np.bincount(kinds, minlength=bound - lowest)
+        return cls(positions, np.argsort(kinds, kind="stable"), [0, *np.cumsum(sizes).tolist()])
+
+    def __getitem__(self, at: np.ndarray) -> np.ndarray:
+        """Positions in the piece of places in class order."""
+        return self.positions[self.order[at]]
+
+
+@dataclass(slots=True)
+class _Writer:
+    parameters: list[int]
+    runs: list[rice.Run] = field(default_factory=list)
+    planes: list[bytes] = field(default_factory=list)
+
+    def places(self, ranks: np.ndarray) -> None:
+        """Ascending ranks, as gaps."""
+        gaps, k = _gaps(ranks)
+        self.parameters.append(k)
+        self.runs.append((gaps, k))
+
+    def excess(self, excess: np.ndarray) -> None:
+        """Steps beyond one."""
+        where = _true(excess)
+        if not where.size:
+            self.parameters.append(0)
+            return
+        gaps, k_gap = _gaps(where)
+        more = excess[where] - 1
+        k_more = rice.best_shift(float(more.mean()))
+        if 8 * where.size > excess.size >= 32:
+            planes, squeezed = _planes(excess)
+            if 8 * sum(map(len, planes)) < rice.cost_bits(gaps, k_gap) + rice.cost_bits(more, k_more):
+                self.parameters += [2, len(planes), squeezed, *map(len, planes)]
+                self.planes += planes
+                return
+        self.parameters += [1, where.size, k_gap, k_more]
+        self.runs += [(gaps, k_gap), (more, k_more)]
+
+
+def encode(base: np.ndarray, new: np.ndarray, differs: np.ndarray, dtype: str) -> tuple[list[int], list[bytes]]:
+    """(parameters, streams) for the change from `base`[n] to `new`[n]; `differs` bool[n] is where they differ."""
+    cold = _true(differs)
+    bound, lowest = 0, 0
+    if class_count(dtype):
+        kinds = classes(base[cold], dtype)
+        bound, lowest = _bounds(base, kinds, dtype)
+        cold = cold[kinds >= bound] if bound else cold
+    hot = _Hot.of(base, dtype, bound, lowest)
+    flags = differs[hot.positions][hot.order]
+    at = _true(flags)
+    where = np.concatenate([hot[at], cold])
+    by = steps(base[where], new[where], dtype)
+    excess = np.abs(by) - 1
+    out = _Writer([bound, lowest])
+    cuts = np.searchsorted(at, hot.starts).tolist()
+    for (start, stop), (first, last) in zip(pairwise(hot.starts), pairwise(cuts), strict=True):
+        out.parameters.append(last - first)
+        if last > first:
+            few = 2 * (last - first) <= stop - start
+            out.places(at[first:last] - start if few else _true(~flags[start:stop]))
+            out.excess(excess[first:last])
+    out.parameters.append(cold.size)
+    if cold.size:
+        out.places(cold)
+        out.excess(excess[at.size :])
+    signs = np.packbits(by < 0, bitorder="little").tobytes()
+    return out.parameters, [*rice.encode(out.runs), signs, b"".join(out.planes)]
+
+
+def decode(
+    parameters: Sequence[int], streams: Sequence[memoryview], base: np.ndarray, dtype: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """(int64[n] distinct positions, new bits[n]); ProtocolError if the streams are not a change of `base`."""
+    if len(streams) != STREAMS:
+        raise ProtocolError(f"{len(streams)} streams in a sparse piece, expected {STREAMS}")
+    numbers = _Numbers(parameters)
+    reader = rice.Reader(streams[0], streams[1])
+    bound, lowest = numbers.take(), numbers.take()
+    if not 0 <= lowest <= bound < max(class_count(dtype), 1) or bound - lowest > CLASSES:
+        raise ProtocolError(f"classes {lowest} to {bound} of {dtype}")
+    hot = _Hot.of(base, dtype, bound, lowest)
+    planes = _Planes(streams[3])
+    at: list[np.ndarray] = []
+    excess: list[np.ndarray] = []
+    for start, stop in pairwise(hot.starts):
+        if n := numbers.among(stop - start):
+            few = 2 * n <= stop - start
+            ranks = _ranks(reader.take(n if few else stop - start - n, numbers.take()), stop - start)
+            at.append((ranks if few else _others(ranks, stop - start)) + start)
+            excess.append(_excess(n, numbers, reader, planes))
+    where = [hot[np.concatenate(at)]] if at else []
+    if n := numbers.among(base.size):
+        where.append(_ranks(reader.take(n, numbers.take()), base.size))
+        excess.append(_excess(n, numbers, reader, planes))
+    for part in (reader, numbers, planes):
+        part.finish()
+    if not where:
+        raise ProtocolError("a sparse piece without a change")
+    positions, by = np.concatenate(where), np.concatenate(excess) + 1
+    signs = np.frombuffer(streams[2], np.uint8)
+    if signs.size != (by.size + 7) // 8:
+        raise ProtocolError(f"{signs.size} bytes of signs for {by.size} changes")
+    np.negative(by, out=by, where=np.unpackbits(signs, count=by.size, bitorder="little").view(bool))
+    values = moved(base[positions], by, dtype)
+    if values is None:
+        raise ProtocolError("a step leaves the range of its dtype: damaged, or applied to another base")
+    return positions, values
+
+
+def _true(flags: np.ndarray) -> np.ndarray:
+    """Where a flat array is not zero."""
+    return flags.nonzero()[0]
+
+
+def _bounds(base: np.ndarray, kinds: np.ndarray, dtype: str) -> tuple[int, int]:
+    """(bound, lowest class) that make the piece smallest, from the classes of the changes and a sample of all values."""
+    changes = np.bincount(kinds)
+    first, last = int(np.argmax(changes > 0)), changes.size
+    stride = max(1, base.size // SAMPLE)
+    sampled = base[::stride]
+    members = np.bincount(classes(sampled, dtype), minlength=last) * (base.size / sampled.size)
+    lower, rest = float(members[:first].sum()), float(members[last:].sum())
+    changes = changes[first:].astype(np.float64)
+    members = np.maximum(members[first:last], changes)
+    hot = np.cumsum(_entropy(changes, members) + (SCAN_BITS * members + CLASS_BITS)) + SCAN_BITS * lower
+    above = _entropy(changes[::-1].cumsum()[::-1], rest + members[::-1].cumsum()[::-1])
+    costs = hot.copy()
+    costs[:-1] += above[1:]
+    best = int(np.argmin(costs))
+    bound = min(first + best + 1, class_count(dtype) - 1)
+    if costs[best] >= above[0] or bound <= first:
+        return 0, 0
+    return bound, max(first, bound - CLASSES)
+
+
+def _entropy(changes: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """Bits to say which `changes` of `members` (at least as many) changed."""
+    same = members - changes
+    bits: np.ndarray = members * np.log2(members + 1e-9)
+    bits -= changes * np.log2(changes + 1e-9) + same * np.log2(same + 1e-9)
+    return bits
+
+
+def _gaps(ranks: np.ndarray) -> tuple[np.ndarray, int]:
+    """(gaps between ascending ranks, their Rice parameter)."""
+    gaps = np.empty(ranks.size, np.int64)
+    if ranks.size:
+        gaps[0] = ranks[0]
+        np.subtract(ranks[1:], ranks[:-1], out=gaps[1:])
+        gaps[1:] -= 1
+        return gaps, rice.best_shift((int(ranks[-1]) + 1 - ranks.size) / ranks.size)
+    return gaps, 0
+
+
+def _others(ranks: np.ndarray, size: int) -> np.ndarray:
+    """All ranks below `size` that are not in `ranks`."""
+    rest = np.ones(size, bool)
+    rest[ranks] = False
+    return _true(rest)
+
+
+def _planes(excess: np.ndarray) -> tuple[list[bytes], int]:
+    """Byte planes of `excess`, lowest first, and which of them are squeezed."""
+    planes, squeezed = [], 0
+    for i in range((int(excess.max()).bit_length() + 7) // 8):
+        plane = (excess >> (8 * i)).astype(np.uint8).tobytes()
+        packed = squeeze(plane)
+        planes.append(plane if packed is None else packed)
+        squeezed |= (packed is not None) << i
+    return planes, squeezed
+
+
+class _Numbers:
+    """Reads the parameters of a piece."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers, self._at = numbers, 0
+
+    def take(self) -> int:
+        if self._at >= len(self._numbers):
+            raise ProtocolError("a sparse piece with parameters missing")
+        self._at += 1
+        return self._numbers[self._at - 1]
+
+    def among(self, limit: int) -> int:
+        """A count that can't exceed `limit`."""
+        number = self.take()
+        if not 0 <= number <= limit:
+            raise ProtocolError(f"{number} of {limit} values")
+        return number
+
+    def finish(self) -> None:
+        if self._at != len(self._numbers):
+            raise ProtocolError(f"{len(self._numbers) - self._at} parameters too many in a sparse piece")
+
+
+class _Planes:
+    """Reads byte planes."""
+
+    def __init__(self, stream: memoryview) -> None:
+        self._stream, self._at = stream, 0
+
+    def take(self, size: int, n: int, squeezed: bool) -> np.ndarray:
+        """uint8[n] from the next `size` bytes."""
+        data: bytes | memoryview = self._stream[self._at : self._at + size]
+        if size < 0 or len(data) != size:
+            raise ProtocolError(f"a plane of {size} bytes where {len(data)} are left")
+        self._at += size
+        data = unsqueeze(data, n) if squeezed else data
+        if len(data) != n:
+            raise ProtocolError(f"a plane of {len(data)} bytes for {n} changes")
+        return np.frombuffer(data, np.uint8)
+
+    def finish(self) -> None:
+        if self._at != len(self._stream):
+            raise ProtocolError(f"{len(self._stream) - self._at} bytes too many in a sparse piece")
+
+
+def _excess(n: int, numbers: _Numbers, reader: rice.Reader, planes: _Planes) -> np.ndarray:
+    """int64[n], steps beyond one of n changes."""
+    mode = numbers.take()
+    excess = np.zeros(n, np.int64)
+    if mode == 1:
+        exceptions = numbers.among(n)
+        where = _ranks(reader.take(exceptions, numbers.take()), n)
+        excess[where] = reader.take(exceptions, numbers.take()) + 1
+    elif mode == 2:
+        count, squeezed = numbers.among(PLANES), numbers.take()
+        for i, size in enumerate([numbers.take() for _ in range(count)]):
+            excess |= planes.take(size, n, bool(squeezed >> i & 1)).astype(np.int64) << (8 * i)
+    elif mode != 0:
+        raise ProtocolError(f"unknown mode {mode} of steps")
+    return excess
+
+
+def _ranks(gaps: np.ndarray, size: int) -> np.ndarray:
+    """Ascending ranks below `size` from their gaps."""
+    if gaps.size and int(gaps.max()) >= size:
+        raise ProtocolError(f"a gap of {int(gaps.max())} among {size} values")
+    ranks = np.cumsum(gaps + 1) - 1
+    if ranks.size and int(ranks[-1]) >= size:
+        raise ProtocolError(f"a rank of {int(ranks[-1])} among {size} values")
+    return ranks
