@@ -9,14 +9,16 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from temper.broker.weight_files import SUFFIXES, Damaged, LogFile, read, scan
-from temper.broker.weight_log import WeightLog
 from temper.common import coding, delta
 from temper.common.delta import DeltaError, StagedUpdate
 from temper.common.errors import ConfigError, EnvironmentFault
 from temper.common.schema import Version
 from temper.common.weight_format import unpack
+
+if TYPE_CHECKING:
+    from temper.broker.weight_files import LogFile
 
 HELP = "show, verify or export the versions of a run's weight log"
 
@@ -25,6 +27,8 @@ FORMS = {coding.RAW: "raw", coding.PLANES: "planes", coding.DENSE: "dense", codi
 
 def files_of(path: Path, *, verify: bool) -> tuple[list[LogFile], list[tuple[Path, str]]]:
     """(complete files, damaged ones with the reason) at `path`; ConfigError if no log is there."""
+    from temper.broker.weight_files import SUFFIXES, Damaged, read, scan
+
     if path.is_file():
         try:
             return [read(path, verify=verify)], []
@@ -98,6 +102,8 @@ def show(path: Path, *, pieces: bool) -> int:
 
 def verify(path: Path) -> int:
     """Check chunk digests, then rebuild every version that a snapshot leads to and check its root digest."""
+    from temper.broker.weight_log import WeightLog
+
     found, damaged = files_of(path, verify=True)
     wrong = [f"{file.name}: {reason}" for file, reason in damaged]
     log, orphans = WeightLog.of(found)
@@ -122,6 +128,7 @@ def export(path: Path, target: Path, ordinal: int | None) -> int:
     """Write one version as a safetensors file, all or nothing."""
     import torch
     from safetensors.torch import save_file
+    from temper.broker.weight_log import WeightLog
 
     log, _ = WeightLog.of(files_of(path, verify=True)[0])
     way = log.way(None, ordinal)
