@@ -59,7 +59,7 @@ def check_modules(recipe: Recipe) -> None:
 
 def check_objective(recipe: Recipe) -> None:
     """ConfigError when the objective does not exist or does not fit the pacing."""
-    from temper.learner.objectives import resolve
+    from temper.learner.objective_rules import resolve
 
     resolve(recipe.objective, recipe.pacing)
 

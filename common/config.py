@@ -80,6 +80,29 @@ class Objective:
     entropy_coefficient: float = 0.0  # entropy bonus; 0 = off
     updates_per_step: int = 1  # optimiser steps one batch is split into
     allow_uncorrected: bool = False  # permit correction "none" with asynchronous sampling
+    loss: str = (
+        ""  # what multiplies the advantage: ppo, ratio, score, cispo, topr, sapo, dro, gmpo; empty = the row's own
+    )
+    level: str = ""  # of the ratio: token or sequence (gspo); empty = the row's own
+    correction: str = ""  # of stale samples: none, ratio, truncate, mask, clip, vtrace; empty = the row's own
+    weight_of: str = ""  # the correction weight is prox/mu ("prox") or pi/mu ("pi"); empty = the row's own
+    weight_level: str = ""  # of the weight: token, sequence (product) or geometric (mean); empty = the row's own
+    weight_floor: float | None = None  # lower bound of a masked or clipped weight; None = the row's own
+    dual_clip: float | None = None  # for a negative advantage the loss is at most this times its size; 0 = off
+    veto: float | None = None  # sequences with any token ratio below this are dropped; 0 = off
+    geometric_low: float | None = None  # sequences whose mean ratio is below this are dropped; 0 = off
+    geometric_high: float | None = None  # sequences whose mean ratio is above this are dropped
+    opsm_delta: float | None = None  # sequences with A < 0 that drifted further than this (nats a token) are dropped
+    tv_delta: float | None = None  # tokens whose probability moved further than this in A's direction are dropped
+    m2_tau: float | None = None  # the largest log-ratios are masked until their mean square is at most this
+    dro_beta: float | None = None  # weight of dro's quadratic term
+    std: str = ""  # of advantages that divide by one: sample or population; empty = the row's own
+    advantage_epsilon: float | None = None  # added to that standard deviation
+    gamma: float | None = None  # discount of token returns and step rewards
+    lam: float | None = None  # lambda of vtrace
+    proximal: str = ""  # log prox of later updates: recompute (a forward) or loglinear (none); empty = the row's own
+    kl: str = ""  # estimator in the loss: k2, k3_straight_through, k3_weighted; empty = k2
+    component_weights: Mapping[str, float] = field(default_factory=dict)  # advantage per_component; empty = 1 each
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from temper.common.errors import ConfigError
 from temper.kernels.flags import PolicyFlags
 from temper.kernels.policy_loss import Normalisers, PackedBatch, policy_loss
 from temper.kernels.reference import m2_cutoff
-from temper.learner import objectives
+from temper.learner import advantages, objectives
 from temper.learner.batching import Microbatch, plan, ragged
 from temper.learner.inbox import GroupData, void_reason
+from temper.learner.objective_rules import resolve
 from temper.learner.optimizer import Optimizer, learning_rate
 from temper.learner.policy import Entropy, Policy, Support, bit_view
 from temper.learner.report import Sums, describe
@@ -82,7 +83,7 @@ class Trainer:
     def __init__(self, model: PreTrainedModel, recipe: Recipe, total_rl_steps: int) -> None:
         self.recipe = recipe
         self.total_steps = total_rl_steps
-        self.objective = objectives.resolve(recipe.objective, recipe.pacing)
+        self.objective = resolve(recipe.objective, recipe.pacing)
         self.flags = objectives.compile(self.objective)
         self.warm_flags = objectives.compile(objectives.TABLE["sft"])
         self.policy = Policy(
@@ -165,7 +166,7 @@ class Trainer:
     def _advantages(self, data: StepRows, flat: _Flat) -> torch.Tensor:
         """f32[M]: the advantage of every trained token; moves the domains' running baselines (ema)."""
         grouped = [
-            objectives.GroupRewards(
+            advantages.GroupRewards(
                 rewards=[sample.reward if usable(sample) else None for sample in group.samples],
                 lengths=[sample.generated for sample in group.samples],
                 components=[sample.components for sample in group.samples],
@@ -173,17 +174,17 @@ class Trainer:
             )
             for group in data.groups
         ]
-        each = [value for row in objectives.advantages(self.objective, grouped) for value in row]
+        each = [value for row in advantages.advantages(self.objective, grouped) for value in row]
         for group, rewards in zip(data.groups, grouped, strict=True):
             mean = float(np.mean([r for r in rewards.rewards if r is not None]))
             old = self.baselines.get(group.domain, mean)
             self.baselines[group.domain] = old + BASELINE_RATE * (mean - old)
-        found = objectives.token_advantages(
+        found = advantages.token_advantages(
             self.objective,
             torch.tensor([0.0 if value is None else value for value in each], dtype=torch.float64),
             torch.ones(len(data.lag), dtype=torch.bool),
             torch.from_numpy(data.cu_seqlens),
-            value=torch.tensor([v for row in objectives.group_means(grouped) for v in row], dtype=torch.float64),
+            value=torch.tensor([v for row in advantages.group_means(grouped) for v in row], dtype=torch.float64),
             d=None if flat.prox is None else (flat.prox - flat.mu).cpu(),
             step_rewards=torch.from_numpy(data.token_reward) if data.token_reward.any() else None,
         )

@@ -20,7 +20,8 @@ import torch
 from temper.kernels.flags import PolicyFlags
 from temper.kernels.policy_loss import PackedBatch, count_normalisers, policy_loss
 from temper.kernels.reference import gae, vtrace
-from temper.learner.objectives import TABLE, GroupRewards, Objective, advantages, compile
+from temper.learner.advantages import GroupRewards, advantages
+from temper.learner.objectives import TABLE, Objective, compile
 from torch import Tensor
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]

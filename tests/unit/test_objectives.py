@@ -10,18 +10,9 @@ import torch
 from temper.common import config
 from temper.common.errors import ConfigError
 from temper.kernels.reference import masked_returns
-from temper.learner.objectives import (
-    PER_TOKEN,
-    TABLE,
-    GroupRewards,
-    Objective,
-    advantages,
-    check,
-    compile,
-    group_means,
-    resolve,
-    token_advantages,
-)
+from temper.learner.advantages import GroupRewards, advantages, group_means, token_advantages
+from temper.learner.objective_rules import check, resolve
+from temper.learner.objectives import PER_TOKEN, TABLE, Objective, compile
 
 ASYNC, SYNC = config.Pacing(max_staleness=2), config.Pacing(max_staleness=0)
 ROWS = list(TABLE)
@@ -55,18 +46,40 @@ def test_presets_bound_exploded_ratios() -> None:
         ({"name": "zzzz"}, "valid are ppo, grpo"),
         ({"advantage": "dr_gpro"}, "objective.advantage = 'dr_gpro' is not one; did you mean 'dr_grpo'"),
         ({"aggregation": "token_meen"}, "objective.aggregation = 'token_meen'.*'token_mean'"),
+        ({"loss": "pp"}, "objective.loss = 'pp' is not one; did you mean 'ppo'"),
+        ({"kl_coefficient": 0.1, "kl": "k3"}, "objective.kl = 'k3' is not one"),
         ({"name": "tis", "clip_low": 0.2}, "objective.clip_low has no effect: tis does not clip"),
         ({"name": "dapo", "weight_cap": 2.0}, "objective.weight_cap has no effect: dapo has no correction weight"),
+        ({"weight_floor": 0.5}, "objective.weight_floor has no effect.*use correction mask or clip"),
+        ({"dro_beta": 0.5}, "objective.dro_beta has no effect"),
+        ({"std": "sample"}, "objective.std has no effect: decoupled_ppo divides by no deviation"),
+        ({"lam": 0.9}, "objective.lam has no effect"),
+        ({"component_weights": {"a": 1.0}}, "objective.component_weights has no effect"),
+        ({"name": "dapo", "proximal": "recompute"}, "objective.proximal has no effect: dapo never looks at"),
+        ({"kl": "k2"}, "objective.kl has no effect: decoupled_ppo has kl_coefficient = 0"),
         ({"weight_cap": -1.0}, "objective.weight_cap = -1.0"),
-        ({"clip_low": 1.5}, "objective.clip_low = 1.5"),
+        ({"weight_cap": 0.5}, "objective.weight_cap = 0.5: expected at least 1"),
+        (
+            {"correction": "mask", "weight_floor": 1.5},
+            r"objective.weight_floor..weight_cap = 1.5..5.0: the band must hold 1",
+        ),
+        ({"geometric_low": 1.1}, "objective.geometric_low..geometric_high = 1.1.*must hold 1"),
+        ({"veto": 1.0}, "objective.veto = 1.0: expected below 1"),
+        ({"dual_clip": 1.1}, r"objective.dual_clip = 1.1: expected more than 1 \+ clip_high"),
+        ({"clip_low": 1.5}, "objective.clip_low = 1.5: expected at most 1"),
         ({"clip_high": nan}, "objective.clip_high = nan"),
         ({"kl_coefficient": -0.1}, "objective.kl_coefficient = -0.1"),
         ({"updates_per_step": 0}, "objective.updates_per_step = 0"),
         ({"name": "sft", "advantage": "grpo"}, "only sft has the advantage 'likelihood'"),
         ({"advantage": "likelihood"}, "demonstrations have neither rewards"),
         ({"advantage": "vtrace"}, "V-trace corrects inside the advantage"),
+        ({"name": "vtrace", "loss": "ppo"}, "V-trace's advantage holds pi/mu already"),
         ({"name": "vtrace", "updates_per_step": 2}, "a second update on the same batch is uncorrected"),
-        ({"name": "sft", "kl_coefficient": 0.1}, "sft has no policy gradient"),
+        ({"name": "tis", "correction": "ratio"}, "which has no ratio: nothing would be corrected"),
+        ({"weight_of": "pi"}, "counts pi/prox twice"),
+        ({"name": "tis", "level": "sequence"}, "level = 'sequence' has no effect"),
+        ({"name": "sft", "kl_coefficient": 0.1}, "sft' has no policy gradient"),
+        ({"correction": "none"}, "does not correct for stale samples"),
     ],
 )
 def test_senseless_recipes_say_why(choices: dict[str, object], message: str) -> None:
@@ -86,6 +99,25 @@ def test_overrides_reach_the_flags() -> None:
     assert (flags.kl, flags.kl_coefficient, flags.entropy_coefficient) == ("k2", 0.01, 0.002)
     assert row.needs_prox and row.needs_reference and row.needs_entropy
     assert not TABLE["decoupled_ppo"].needs_prox and not TABLE["decoupled_ppo"].needs_reference
+
+
+def test_choices_compose_freely() -> None:
+    """GSPO's ratio, a masked weight, a KL that is not the row's, V-trace's lambda: rows that nobody has named."""
+    recipe = config.Objective(
+        name="dapo", level="sequence", correction="mask", weight_floor=0.5, weight_cap=2.0, aggregation="seq_mean_token_mean",
+        advantage="rloo", kl_coefficient=0.1, kl="k3_weighted", veto=1e-3, updates_per_step=2, proximal="loglinear",
+    )  # fmt: skip
+    row = resolve(recipe, ASYNC)
+    flags = compile(row)
+    assert (flags.level, flags.base, flags.weight, flags.weight_low, flags.weight_high) == (
+        "sequence",
+        "prox",
+        "mask",
+        0.5,
+        2,
+    )
+    assert flags.loglinear_prox and not row.needs_prox and flags.kl == "k3_weighted" and flags.veto == 1e-3
+    assert resolve(config.Objective(name="vtrace", lam=0.9, gamma=0.99), ASYNC).lam == 0.9
 
 
 def test_a_kl_in_the_loss_with_the_wrong_gradient_is_refused() -> None:
@@ -220,5 +252,5 @@ def test_resolving_imports_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys; import temper.learner.objectives; assert 'torch' not in sys.modules"
+    code = "import sys; import temper.learner.objective_rules; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
