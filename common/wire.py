@@ -1,8 +1,8 @@
 """The framed protocol: ``[32-byte header][msgpack meta <= 64 KiB][<= 64 array frames, each <= 16 MiB]``.
 
 Pure functions from values to frames and back. Nothing is unpickled, nothing unbounded is decoded: the header is
-checked first, then sizes, then the meta is decoded with msgpack under tight limits and converted to the message
-type of its kind (``schema``). Any violation is a ``ProtocolError`` that names what was found and what is allowed.
+checked first, then sizes, then the meta (MessagePack) is decoded straight into the message type of its kind
+(``schema``). Any violation is a ``ProtocolError`` that names what was found and what is allowed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import msgpack
 import msgspec
 from temper.common.errors import ProtocolError
 
@@ -138,15 +137,24 @@ def decode(parts: Sequence[Any]) -> Envelope:
 T = TypeVar("T")
 
 
+_encode = msgspec.msgpack.Encoder().encode
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+
+
 def pack_meta(body: msgspec.Struct) -> bytes:
     """A typed body as MessagePack."""
-    return msgpack.packb(msgspec.to_builtins(body, builtin_types=(bytes,)), use_bin_type=True)
+    return _encode(body)
 
 
 def unpack_meta(meta: bytes, body: type[T]) -> T:
-    """MessagePack bytes as a validated `body`; ProtocolError says which field was wrong."""
+    """MessagePack bytes as a validated `body`; ProtocolError says which field was wrong.
+
+    Decoded straight into the type: nothing untyped is built on the way, and a length beyond the data is refused unread.
+    """
+    decoder = _decoders.get(body)
+    if decoder is None:
+        decoder = _decoders[body] = msgspec.msgpack.Decoder(body)
     try:
-        raw = msgpack.unpackb(meta, raw=False, max_ext_len=0)
-        return msgspec.convert(raw, type=body, builtin_types=(bytes,))
-    except (ValueError, msgpack.exceptions.UnpackException, msgspec.ValidationError, RecursionError) as error:
+        return decoder.decode(meta)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed {body.__name__}: {error}") from error
