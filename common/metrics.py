@@ -147,6 +147,9 @@ LEARNER_LAG_MEAN = declare(
 )
 LEARNER_LAG_P99 = declare("learner/lag/p99_versions", "versions", "gauge", "99th percentile of the token lag.")
 LEARNER_LAG_MAX = declare("learner/lag/max_versions", "versions", "gauge", "Largest token lag of the step.")
+LEARNER_LAG_SHARE = declare(
+    "learner/lag_share/*", "share", "gauge", "Share of the trained tokens with this lag; 16 stands for 16 and more."
+)
 LEARNER_LAG_LENGTH = declare(
     "learner/lag_by_length/*",
     "versions",
@@ -185,7 +188,7 @@ LEARNER_GAP = declare(
     "learner/engine/logprob_gap_nats",
     "nats",
     "gauge",
-    "Mean |learner - engine| log-probability of tokens sampled by the very version at the start of the step.",
+    "Mean |learner - engine| log-probability over samples that the version at the start of the step sampled alone.",
 )
 LEARNER_GRADIENT = declare(
     "learner/optimizer/gradient_norm",

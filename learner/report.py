@@ -27,7 +27,9 @@ LOSS_METRICS = {
     "advantage_magnitude": names.LEARNER_ADVANTAGE,
     "loss": names.LEARNER_LOSS,
 }
+DEMO_METRICS = ("entropy", "loss")
 ZERO_VARIANCE = 1e-6
+LAGS_SHOWN = 16  # lags from here on share one series
 
 
 def member(name: str, of: str) -> str:
@@ -47,12 +49,14 @@ class Sums:
         old_total, old_count = self.values.get(name, (0.0, 0.0))
         self.values[name] = (old_total + total, old_count + count)
 
-    def add_loss(self, found: Mapping[str, tuple[Any, Any]]) -> None:
-        """Add what `policy_loss` reported for one micro-batch."""
+    def add_loss(self, found: Mapping[str, tuple[Any, Any]], *, demo: bool = False) -> None:
+        """Add what `policy_loss` reported for one micro-batch; of demonstrations, which no policy sampled, little."""
         pairs = {name: (float(total), float(count)) for name, (total, count) in found.items()}
         for name, registered in LOSS_METRICS.items():
-            if name in pairs:
+            if name in pairs and (not demo or name in DEMO_METRICS):
                 self.add(registered, *pairs[name])
+        if demo:
+            return
         for i, value in enumerate((pairs["weight"][0], pairs["weight_squared"][0], pairs["weight"][1])):
             self._weight[i] += value
         total, squares, tokens = self._weight
@@ -125,6 +129,8 @@ def _lags(sums: Sums, data: StepRows) -> None:
     sums.add(names.LEARNER_LAG_MEAN, float(data.lag.sum()), float(len(data.lag)))
     sums.add(names.LEARNER_LAG_P99, float(np.percentile(data.lag, 99)))
     sums.add(names.LEARNER_LAG_MAX, float(data.lag.max()))
+    for lag, count in enumerate(np.bincount(np.minimum(data.lag, LAGS_SHOWN), minlength=1).tolist()):
+        sums.add(member(names.LEARNER_LAG_SHARE, f"{lag:02}"), float(count), float(len(data.lag)))
     rows = np.flatnonzero(data.trained > 0)
     starts = data.cu_seqlens[:-1][rows]
     lag_sums = np.add.reduceat(data.lag, starts)

@@ -25,7 +25,8 @@ class StepRows:
 
     `behaviour_logprob`, `token_reward` f32[M], `lag` i64[M]; per sample `reward` f64[S] (0 where not `scored` bool[S]),
     `group` i64[S], `generated` i64[S] sampled tokens; `support` (ids i64, cu i64[M+1]) where the engine cut its
-    distribution, else None. `stale_tokens` were masked for their age, `overlong_samples` for ending at the length limit.
+    distribution, else None; `pure` bool[S]: sampled from the first token to the last by the version that the step starts
+    from. `stale_tokens` were masked for their age, `overlong_samples` for ending at the length limit.
     """
 
     groups: tuple[GroupData, ...]
@@ -39,6 +40,7 @@ class StepRows:
     group: Array
     generated: Array
     support: tuple[Array, Array] | None
+    pure: Array
     stale_tokens: int
     overlong_samples: int
 
@@ -91,6 +93,7 @@ def collect(
         group=np.repeat(np.arange(len(ordered)), [len(group.samples) for group in ordered]),
         generated=totals[offsets[1:]] - totals[offsets[:-1]],
         support=_supports(samples, rows) if any(sample.support_cu is not None for sample in samples) else None,
+        pure=np.asarray([bool((sample.ordinal == version).all()) for sample in samples], dtype=bool),
         stale_tokens=int(mask.sum() - fresh.sum()),
         overlong_samples=int(overlong.sum()),
     )

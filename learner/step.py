@@ -135,7 +135,7 @@ class Trainer:
         rate = self.recipe.warm_start.learning_rate
         sums.add(names.LEARNER_RATE, rate)
         for update in self._updates(data, flat, 1):
-            logprob = self._update(data, flat, update, self.warm_flags, sums, rate=rate, temperature=1.0, first=True)
+            logprob = self._update(data, flat, update, self.warm_flags, sums, rate=rate, temperature=1.0, demo=True)
             whole = np.add.reduceat(logprob, data.cu_seqlens[:-1][data.trained > 0])
             sums.add(names.LEARNER_LIKELIHOOD, float(np.exp(whole).sum()), len(whole))
         self.warm_steps_done += 1
@@ -221,9 +221,13 @@ class Trainer:
         *,
         rate: float,
         temperature: float,
-        first: bool,
+        first: bool = False,
+        demo: bool = False,
     ) -> Array:
-        """Forward, backward and optimiser step; the log-probabilities f32[M] that the rows had (0 elsewhere)."""
+        """Forward, backward and optimiser step; the log-probabilities f32[M] that the rows had (0 elsewhere).
+
+        `first`: of the step, so that policy and engine had the same weights. `demo`: demonstrations.
+        """
         seen = np.zeros(len(data.lag), dtype=np.float32)
         entropy: Entropy = "value" if self.policy.head.shape[0] <= ENTROPY_VOCABULARY else "none"
         if flags.entropy_coefficient != 0:
@@ -241,12 +245,13 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]
             logprob = out.logprob.detach().float().cpu().numpy()
             seen[batch.flat] = logprob
-            sums.add_loss(metrics)
+            sums.add_loss(metrics, demo=demo)
             sums.add(names.LEARNER_PACKED, float(batch.packed_tokens))
             sums.add(names.LEARNER_ROW_TOKENS, float(batch.row_tokens))
             sums.add(names.LEARNER_TOKENS, float(len(batch.flat)))
             if first:
-                gap = np.abs(logprob - data.behaviour_logprob[batch.flat])[data.lag[batch.flat] == 0]
+                gap = np.abs(logprob - data.behaviour_logprob[batch.flat])
+                gap = gap[np.repeat(data.pure[batch.rows], np.diff(batch.cu_seqlens))]
                 sums.add(names.LEARNER_GAP, float(gap.sum()), float(len(gap)))
         done = self.optimizer.update(rate)
         sums.add(names.LEARNER_SKIPPED, 0.0 if np.isfinite(done.gradient_norm) else 1.0)

@@ -209,6 +209,8 @@ def test_log_probabilities_follow_the_engine_when_policies_agree():
         batch.append(dataclasses.replace(group, samples=tuple(samples)))
     report = trainer.train_step(batch, 0)
     assert report.mean(names.LEARNER_GAP) < 1e-5
+    assert report.metrics[names.LEARNER_GAP][1] == sum(s.generated for g in batch for s in g.samples)
+    assert report.mean("learner/lag_share/00") == 1.0
     assert report.mean(names.LEARNER_KL_BEHAVIOUR) == pytest.approx(0, abs=1e-5)
 
 
@@ -281,3 +283,18 @@ def test_truncated_sampling_is_normalised_over_the_same_support():
     whole = Trainer(model(), RECIPE, 10).train_step([group], 0)
     share = sample.generated / sum(s.generated for s in group.samples)
     assert report.mean(names.LEARNER_GAP) < whole.mean(names.LEARNER_GAP) * (1 - share / 10)
+
+
+def test_the_gap_to_the_engine_is_measured_on_samples_of_one_version_alone():
+    """Keys of older weights may stand behind a token of the newest version: such samples say nothing about the engine."""
+    batch = groups()[:1]
+    swapped = batch[0].samples[1]
+    ordinal = np.full_like(swapped.ordinal, 4)
+    ordinal[-1] = 5
+    samples = [dataclasses.replace(s, ordinal=np.full_like(s.ordinal, 5)) for s in batch[0].samples]
+    samples[1] = dataclasses.replace(swapped, ordinal=ordinal)
+    report = Trainer(model(), RECIPE, 10).train_step([dataclasses.replace(batch[0], samples=tuple(samples))], 5)
+    alone = sum(s.generated for i, s in enumerate(samples) if i != 1)
+    assert report.metrics[names.LEARNER_GAP][1] == alone
+    shares = [report.mean(f"learner/lag_share/{lag:02}") for lag in (0, 1)]
+    assert sum(shares) == pytest.approx(1.0) and shares[1] > 0
