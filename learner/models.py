@@ -68,7 +68,7 @@ def from_folder(folder: Path) -> LoadedModel:
         raise ConfigError(f"model.path {str(folder)!r}: no *.safetensors files there; convert the weights first")
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"model.path {str(folder)!r}: no tokenizer.json there (a fast tokenizer is needed)")
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     loaded = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
     )
