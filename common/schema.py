@@ -637,21 +637,13 @@ def _split(data: bytes, limit: int) -> list[memoryview]:
 
 def pack_frames(value: Any) -> list[memoryview]:
     """A `Part` (SandboxJob, Verdict) as MessagePack, split into frames of at most 16 MiB."""
-    import msgpack
-    from temper.common.wire import FRAME_LIMIT_BYTES
+    from temper.common.wire import FRAME_LIMIT_BYTES, pack_meta
 
-    packed = msgpack.packb(msgspec.to_builtins(value, builtin_types=(bytes,)), use_bin_type=True)
-    return _split(packed, FRAME_LIMIT_BYTES)
+    return _split(pack_meta(value), FRAME_LIMIT_BYTES)
 
 
 def unpack_frames(frames: list[memoryview], kind: type[Any]) -> Any:
     """The inverse of `pack_frames`, validated; ProtocolError when malformed."""
-    import msgpack
-    from temper.common.errors import ProtocolError
+    from temper.common.wire import unpack_meta
 
-    data = b"".join(frames)
-    try:
-        raw = msgpack.unpackb(data, raw=False, max_ext_len=0)
-        return msgspec.convert(raw, type=kind, builtin_types=(bytes,))
-    except (ValueError, msgpack.exceptions.UnpackException, msgspec.ValidationError, RecursionError) as error:
-        raise ProtocolError(f"malformed {kind.__name__}: {error}") from error
+    return unpack_meta(b"".join(frames), kind)
