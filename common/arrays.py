@@ -69,17 +69,19 @@ def unpack_arrays(specs: Sequence[ArraySpec], frames: Sequence[Any]) -> dict[str
             raise ProtocolError(f"array {spec.name!r} has dtype {spec.dtype!r}, expected one of {', '.join(DTYPES)}")
         if spec.name in arrays:
             raise ProtocolError(f"array {spec.name!r} appears twice")
-        if len(spec.shape) > DIMENSION_LIMIT or any(n < 0 for n in spec.shape):
+        if len(spec.shape) > DIMENSION_LIMIT or (spec.shape and min(spec.shape) < 0):
             raise ProtocolError(f"array {spec.name!r} has shape {spec.shape}")
-        view = memoryview(frame).cast("B")
-        expected = math.prod(spec.shape) * dtype.itemsize
-        if view.nbytes != expected:
+        shape = spec.shape
+        size = len(frame) if type(frame) is bytes else memoryview(frame).nbytes
+        expected = (shape[0] if len(shape) == 1 else math.prod(shape)) * dtype.itemsize
+        if size != expected:
             raise ProtocolError(
-                f"array {spec.name!r} {spec.dtype}{list(spec.shape)} needs {expected} bytes, its frame has {view.nbytes}"
+                f"array {spec.name!r} {spec.dtype}{list(shape)} needs {expected} bytes, its frame has {size}"
             )
         try:
-            array = np.frombuffer(view.toreadonly(), dtype=dtype) if expected else np.empty(0, dtype=dtype)
-            arrays[spec.name] = array.reshape(spec.shape)
+            array = np.frombuffer(frame, dtype=dtype) if expected else np.empty(0, dtype=dtype)
+            array.flags.writeable = False
+            arrays[spec.name] = array if len(shape) == 1 else array.reshape(shape)
         except ValueError as error:  # empty, with other dimensions beyond what numpy takes
-            raise ProtocolError(f"array {spec.name!r} has shape {spec.shape}: {error}") from error
+            raise ProtocolError(f"array {spec.name!r} has shape {shape}: {error}") from error
     return arrays
