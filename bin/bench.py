@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +39,7 @@ def load(name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -105,8 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    import sys
-
     from temper.cli.main import guarded
 
     sys.exit(guarded("bin/bench", main))
