@@ -13,34 +13,31 @@ the program gets from 3 on), ``b"I"`` (interrupt what runs), ``b"K"`` (kill it) 
 number of arguments, arguments, then name and content of each file.
 """
 
-from __future__ import annotations
-
 import _signal as signal
 import _sitebuiltins
 import _socket
+import _stat
+import _struct as struct
 import atexit
 import builtins
 import fcntl
 import gc
-import os
+import posix  # not os, and no other module of Python's own making: they would cost every start milliseconds
 import resource
 import select
-import struct
 import sys
 import time
-from os import _exit
+from posix import _exit
 
-TYPE_CHECKING = False  # as typing's, which would cost every start milliseconds
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 REQUEST = struct.Struct("<BBdQQII")  # kind, flags, cpu seconds, address space, file size, processes, descriptors
 REPORT = struct.Struct("<iddQIB")  # wait status, cpu seconds, wall seconds, peak KiB, processes killed, cpu limit hit
 PYTHON, COMMAND = 1, 2
-KEEP, LOUD = (
-    1,
-    2,
-)  # flags: leave the workspace as it is after this program; an uncaught exception is exit code 70, not 1
+KEEP = 1  # flag: leave the workspace as it is after this program
+LOUD = 2  # flag: an uncaught exception is exit code 70, not 1
 UNCAUGHT = 70
 ORPHAN_S = 1.0  # an nsjail that has outlived its worker makes jails until it is swept: slowly, then
 LIBRARIES = "/opt/libraries"
@@ -51,7 +48,7 @@ POLL_MS = 100
 def read_all(fd: int) -> bytes:
     """The whole file, whatever its offset: tests of one job share the bundle's descriptor."""
     chunks, at = [], 0
-    while chunk := os.pread(fd, 1 << 20, at):
+    while chunk := posix.pread(fd, 1 << 20, at):
         chunks.append(chunk)
         at += len(chunk)
     return b"".join(chunks)
@@ -69,16 +66,40 @@ def unpack_bundle(data: bytes) -> tuple[bytes, list[bytes], list[tuple[bytes, by
     return items[0], items[2 : 2 + count], list(zip(rest[::2], rest[1::2], strict=True))
 
 
+def text_of(name: bytes) -> str:
+    return name.decode("utf-8", "surrogateescape")
+
+
+def is_folder(path: str) -> bool:
+    try:
+        return _stat.S_ISDIR(posix.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def make_folders(path: str) -> None:
+    parts = path.split("/")
+    for n in range(1, len(parts) + 1):
+        if not is_folder("/".join(parts[:n])):
+            posix.mkdir("/".join(parts[:n]))
+
+
+def set_seed(seed: bytes) -> None:
+    posix.environ[b"TEMPER_SEED"] = seed  # what os.environ is made from
+    if os := sys.modules.get("os"):
+        os.environb[b"TEMPER_SEED"] = seed
+
+
 def write_files(files: list[tuple[str, bytes]]) -> None:
     for name, content in files:
-        folder = os.path.dirname(name)
+        folder = name.rpartition("/")[0]
         if folder:
-            os.makedirs(folder, exist_ok=True)
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o755)
+            make_folders(folder)
+        fd = posix.open(name, posix.O_WRONLY | posix.O_CREAT | posix.O_TRUNC | posix.O_NOFOLLOW, 0o755)
         view = memoryview(content)
         while view:
-            view = view[os.write(fd, view) :]
-        os.close(fd)
+            view = view[posix.write(fd, view) :]
+        posix.close(fd)
 
 
 def set_limits(cpu_s: float, address_bytes: int, file_bytes: int, processes: int, descriptors: int) -> None:
@@ -111,7 +132,7 @@ def run_python(path: str, arguments: list[str], uncaught: int) -> int:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.argv = [path, *arguments]
-    sys.path.insert(0, os.path.dirname(path))
+    sys.path.insert(0, path.rpartition("/")[0])
     main = type(sys)("__main__")
     main.__dict__.update(__file__=path, __builtins__=builtins)
     sys.modules["__main__"] = main
@@ -122,9 +143,9 @@ def run_python(path: str, arguments: list[str], uncaught: int) -> int:
         if b"random" in source:
             import random
 
-            random.seed(int(os.environ["TEMPER_SEED"]))
+            random.seed(int(posix.environ[b"TEMPER_SEED"]))
         if b"numpy" in source:
-            seed_numpy(int(os.environ["TEMPER_SEED"]))
+            seed_numpy(int(posix.environ[b"TEMPER_SEED"]))
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:
         code = exit_code(error)
@@ -167,33 +188,33 @@ def finish(code: int) -> None:
     _exit(code)
 
 
-def child(request: tuple, fds: list[int], drop: Callable[[], None] | None) -> None:
+def child(request: tuple, fds: list[int], drop: "Callable[[], None] | None") -> None:
     """In the forked child: become the program. Never returns."""
     kind, flags, cpu_s, address_bytes, file_bytes, processes, descriptors = request
     code = UNCAUGHT
     try:
-        os.setsid()
+        posix.setsid()
         if drop is not None:
             drop()
         bundle, *streams = fds
         seed, arguments, files = unpack_bundle(read_all(bundle))
         apart = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in streams]
         for number, fd in enumerate(apart):
-            os.dup2(fd, number, inheritable=True)
-        os.closerange(len(apart), 256)
-        os.chdir("/tmp")
-        write_files([(os.fsdecode(name), content) for name, content in files])
+            posix.dup2(fd, number, True)
+        posix.closerange(len(apart), 256)
+        posix.chdir("/tmp")
+        write_files([(text_of(name), content) for name, content in files])
         del files
-        os.environb[b"TEMPER_SEED"] = seed
+        set_seed(seed)
         set_limits(cpu_s, address_bytes, file_bytes, processes, descriptors)
         if kind == PYTHON:
             reset_signals()
-            path, *rest = map(os.fsdecode, arguments)
+            path, *rest = map(text_of, arguments)
             code = run_python(f"/tmp/{path}", rest, UNCAUGHT if flags & LOUD else 1)
             finish(code)
-        os.execve(arguments[0], arguments, os.environ)
+        posix.execve(arguments[0], arguments, posix.environ)
     except BaseException as error:
-        os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
+        posix.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
         code = 126 if isinstance(error, OSError) else 1
     finally:
         _exit(code)
@@ -202,14 +223,14 @@ def child(request: tuple, fds: list[int], drop: Callable[[], None] | None) -> No
 def kill_all() -> None:
     """SIGKILL to every process of the jail but this one; the kernel does it atomically against forks."""
     try:  # noqa: SIM105 - contextlib would cost every start a millisecond
-        os.kill(-1, signal.SIGKILL)
+        posix.kill(-1, signal.SIGKILL)
     except ProcessLookupError:
         pass
 
 
 def interrupt(group: int) -> None:
     try:  # noqa: SIM105
-        os.killpg(group, signal.SIGINT)
+        posix.killpg(group, signal.SIGINT)
     except ProcessLookupError:
         pass
 
@@ -219,7 +240,7 @@ def watch(sock: _socket.socket, pid: int, cpu_s: float) -> tuple[int, float, int
     clock = (~pid << 3) | 2  # the process's cpu clock, see clock_getcpuclockid(3)
     over = False
     total, peak = 0.0, 0
-    pidfd = os.pidfd_open(pid)
+    pidfd = posix.pidfd_open(pid)
     poller = select.poll()
     poller.register(sock.fileno(), select.POLLIN)
     poller.register(pidfd, select.POLLIN)
@@ -241,7 +262,7 @@ def watch(sock: _socket.socket, pid: int, cpu_s: float) -> tuple[int, float, int
         except OSError:
             pass  # it has just ended
         while True:
-            reaped, state, usage = os.wait4(-1, os.WNOHANG)
+            reaped, state, usage = posix.wait4(-1, posix.WNOHANG)
             if not reaped:
                 break
             total += usage.ru_utime + usage.ru_stime
@@ -249,7 +270,7 @@ def watch(sock: _socket.socket, pid: int, cpu_s: float) -> tuple[int, float, int
             if reaped == pid:
                 status = state
                 break
-    os.close(pidfd)
+    posix.close(pidfd)
     return status, total, peak, over
 
 
@@ -259,7 +280,7 @@ def kill_rest() -> tuple[int, float]:
     count, cpu = 0, 0.0
     while True:
         try:
-            _, _, usage = os.wait4(-1, 0)
+            _, _, usage = posix.wait4(-1, 0)
         except ChildProcessError:
             return count, cpu
         count += 1
@@ -267,46 +288,46 @@ def kill_rest() -> tuple[int, float]:
 
 
 def inodes_used() -> list[tuple[int, int]]:
-    return [(s.f_files - s.f_ffree, s.f_blocks - s.f_bfree) for s in map(os.statvfs, SPACES)]
+    return [(s.f_files - s.f_ffree, s.f_blocks - s.f_bfree) for s in map(posix.statvfs, SPACES)]
 
 
 def wipe_flat(folder: str) -> None:
     """Empty `folder` however deep, without recursion or long paths: move grandchildren up, then remove."""
     serial = 0
-    os.chdir(folder)
-    while names := os.listdir("."):
+    posix.chdir(folder)
+    while names := posix.listdir("."):
         for name in names:
             try:
-                os.unlink(name)
+                posix.unlink(name)
                 continue
             except OSError:
-                os.chmod(name, 0o700)
-            for inner in os.listdir(name):
+                posix.chmod(name, 0o700)
+            for inner in posix.listdir(name):
                 serial += 1
-                if os.path.isdir(f"{name}/{inner}") and not os.path.islink(f"{name}/{inner}"):
-                    os.chmod(f"{name}/{inner}", 0o700)
-                os.rename(f"{name}/{inner}", f".{serial}.{os.getpid()}")
-            os.rmdir(name)
+                if is_folder(f"{name}/{inner}"):
+                    posix.chmod(f"{name}/{inner}", 0o700)
+                posix.rename(f"{name}/{inner}", f".{serial}.{posix.getpid()}")
+            posix.rmdir(name)
 
 
 def clean(empty: list[tuple[int, int]]) -> None:
     """Bring the writable places back to `empty`, in a child, so that no file name enters this process."""
     try:  # noqa: SIM105
-        os.unlink("/tmp/main.py")
+        posix.unlink("/tmp/main.py")
     except OSError:
         pass
     if inodes_used() != empty:
-        pid = os.fork()
+        pid = posix.fork()
         if not pid:
             code = 1
             try:
                 for folder in SPACES:
-                    os.chmod(folder, 0o700)
+                    posix.chmod(folder, 0o700)
                     wipe_flat(folder)
                 code = 0
             finally:
                 _exit(code)
-        os.waitpid(pid, 0)
+        posix.waitpid(pid, 0)
         if inodes_used() != empty:
             _exit(3)  # the worker replaces this jail
     level_spaces()
@@ -315,8 +336,8 @@ def clean(empty: list[tuple[int, int]]) -> None:
 def level_spaces() -> None:
     """The writable folders themselves tell nothing either."""
     for folder in SPACES:
-        os.chmod(folder, 0o700)
-        os.utime(folder, (0, 0))
+        posix.chmod(folder, 0o700)
+        posix.utime(folder, (0, 0))
 
 
 WARM_UP = """
@@ -341,11 +362,12 @@ def warm_up(preload: list[str]) -> None:
         __import__(name)
     with open("/dev/null", "w", encoding="utf-8", errors="surrogateescape") as null:
         exec(compile(WARM_UP, "<warm up>", "exec", dont_inherit=True), {"null": null})
-    gc.collect()
+    if preload:
+        gc.collect()  # costs a jail that runs one program more than it saves
     gc.freeze()
 
 
-def capability_dropper() -> Callable[[], None]:
+def capability_dropper() -> "Callable[[], None]":
     """A function that gives up every capability of the calling process for good."""
     import _ctypes  # not ctypes, which would cost every start milliseconds
 
@@ -375,17 +397,17 @@ class Pids:
 
     def restart(self) -> None:
         if self.fd >= 0:
-            os.pwrite(self.fd, b"1", 0)
+            posix.pwrite(self.fd, b"1", 0)
 
 
 def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel spares the first process of a pid namespace
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    if os.path.isdir(LIBRARIES):
+    if is_folder(LIBRARIES):
         sys.path.append(LIBRARIES)
     warm_up(preload)
-    os.umask(0o022)
+    posix.umask(0o022)
     sock = _socket.socket(fileno=control_fd)
     pids = Pids(pid_fd)
     pids.restart()
@@ -405,11 +427,11 @@ def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
         request = REQUEST.unpack(data)
         started = time.monotonic()
         pids.restart()
-        pid = os.fork()
+        pid = posix.fork()
         if not pid:
             child(request, fds, pids.drop)
         for fd in fds:
-            os.close(fd)
+            posix.close(fd)
         status, cpu, peak, over = watch(sock, pid, request[2])
         wall = time.monotonic() - started
         killed, cpu_rest = kill_rest()
