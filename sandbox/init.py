@@ -123,14 +123,6 @@ def run_python(path: str, arguments: list[str], uncaught: int) -> int:
     """Run `path` as ``__main__``, as ``python path`` would; returns the exit code."""
     builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D (i.e. EOF)")
-    for name, fd, mode, errors in (
-        ("stdin", 0, "r", "surrogateescape"),
-        ("stdout", 1, "w", "surrogateescape"),
-        ("stderr", 2, "w", "backslashreplace"),
-    ):
-        stream = open(fd, mode, 1 if fd == 2 else -1, "utf-8", errors, closefd=False)  # noqa: SIM115
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
     sys.argv = [path, *arguments]
     sys.path.insert(0, path.rpartition("/")[0])
     main = type(sys)("__main__")
@@ -400,12 +392,28 @@ class Pids:
             posix.pwrite(self.fd, b"1", 0)
 
 
+def open_streams() -> None:
+    """The standard streams that every program inherits, made once: their descriptors are replaced in each child by ones of
+    the same kinds, a sealed file and two pipes."""
+    posix.dup2(posix.memfd_create("stdin", 0), 0, True)
+    posix.dup2(posix.pipe()[1], 1, True)
+    for name, fd, mode, errors in (
+        ("stdin", 0, "r", "surrogateescape"),
+        ("stdout", 1, "w", "surrogateescape"),
+        ("stderr", 2, "w", "backslashreplace"),
+    ):
+        stream = open(fd, mode, 1 if fd == 2 else -1, "utf-8", errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
 def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel spares the first process of a pid namespace
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     if is_folder(LIBRARIES):
         sys.path.append(LIBRARIES)
+    open_streams()
     warm_up(preload)
     posix.umask(0o022)
     sock = _socket.socket(fileno=control_fd)
