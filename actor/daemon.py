@@ -16,7 +16,7 @@ from typing import Literal
 from temper.actor.bundle import unpack_bundle
 from temper.actor.catalog import DomainRefused, by_name, check_allowed, check_domain, load_domain
 from temper.actor.domain_threads import DomainThreads, Stuck
-from temper.actor.engines.embedded import EmbeddedEngine
+from temper.actor.engines.base import Engine
 from temper.actor.engines.factory import make_engine
 from temper.actor.episodes import Failed, lease_name
 from temper.actor.host import ActorHost, built_in_domains, domain_digests
@@ -63,7 +63,8 @@ class ActorDaemon(PeerDaemon):
         self._versions: Versions | None = None
         self._threads: DomainThreads | None = None
         self._grader: SandboxGrader | None = None
-        self._engine: EmbeddedEngine | None = None
+        self._engine: Engine | None = None
+        self._host = host
         self._counted: tuple[float, ...] = (0, 0, 0, 0, 0, 0)
 
     # ------------------------------------------------------------ life
@@ -87,7 +88,7 @@ class ActorDaemon(PeerDaemon):
         files = await self.wait_for("learner: model bundle", self._bundle, recipe.run.connect_timeout_s)
         text = Text(files)
         stops = text.stop_ids(recipe.sampling.stop)
-        engine = self._engine = make_engine(recipe, files)
+        engine = self._engine = await make_engine(recipe, files, self._host.sglang)
         grader = self._grader = SandboxGrader(self.peer, recipe.sandbox)
         threads = self._threads = DomainThreads()
         self._versions = Versions(self._client, engine, self._on_commit)

@@ -3,6 +3,14 @@
 [actor]
 domains = ["temper.actor.domains.reverse", "my_package.my_domain"]   # default: the built-in domains
 slots = 16                                                           # default: the recipe's leases_in_flight
+
+[actor.sglang]
+python = "/opt/sglang/bin/python"   # of SGLang's own environment
+flags = ["--tp-size", "2"]          # appended to the server's command line
+environment = { OMP_NUM_THREADS = "4" }
+cpu = false                         # true: run it without a GPU
+log_dir = "/var/log/temper"         # default: a temporary folder, named in the log
+start_timeout_s = 600.0
 """
 
 from __future__ import annotations
@@ -12,10 +20,12 @@ import importlib.util
 import pkgutil
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from temper.actor.engines.sglang_process import SglangHost
 from temper.common.errors import ConfigError
 
 BUILT_IN = "temper.actor.domains"
@@ -27,6 +37,7 @@ class ActorHost:
 
     domains: tuple[str, ...] | None = None
     slots: int = 0
+    sglang: SglangHost = field(default_factory=SglangHost)
 
 
 def load_host(path: Path | None) -> ActorHost:
@@ -39,16 +50,23 @@ def load_host(path: Path | None) -> ActorHost:
         raise ConfigError(f"host file {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"host file {path}: not TOML: {error}") from error
-    known = [f.name for f in fields(ActorHost)]
-    for key in table if isinstance(table, dict) else ["actor"]:
+    try:
+        return msgspec.convert(table, type=ActorHost) if _known(table, ActorHost, "actor") else ActorHost()
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(f"host file {path}: {error}") from error
+
+
+def _known(table: Any, kind: Any, name: str) -> bool:
+    """True if `table` is one and holds only fields of `kind`, its tables too; ConfigError otherwise."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{name} = {table!r}, expected a table")
+    known = [entry.name for entry in fields(kind)]
+    for key, value in table.items():
         if key not in known:
-            raise ConfigError(f"host file {path}: unknown key actor.{key}, expected one of {', '.join(known)}")
-    domains, slots = table.get("domains"), table.get("slots", 0)
-    if domains is not None and not (isinstance(domains, list) and all(isinstance(name, str) for name in domains)):
-        raise ConfigError(f"host file {path}: actor.domains = {domains!r}, expected a list of module names")
-    if isinstance(slots, bool) or not isinstance(slots, int) or not 0 <= slots <= 4096:
-        raise ConfigError(f"host file {path}: actor.slots = {slots!r}, expected a whole number from 0 to 4096")
-    return ActorHost(None if domains is None else tuple(domains), slots)
+            raise ConfigError(f"unknown key {name}.{key}, expected one of {', '.join(known)}")
+        if isinstance(value, dict) and key == "sglang":
+            _known(value, SglangHost, f"{name}.sglang")
+    return True
 
 
 def built_in_domains() -> list[str]:

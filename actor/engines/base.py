@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from temper.common.errors import EngineError
 from temper.common.schema import Version
 
 if TYPE_CHECKING:
@@ -110,8 +111,27 @@ class Cancel:
             self._attached.remove(call)
 
 
+@dataclass(slots=True)
+class Counts:
+    """What an engine has done: monotone counts and last gauge values, for anybody to read."""
+
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    steps: int = 0
+    rows: int = 0
+    idle_s: float = 0.0
+    swaps: int = 0
+    last_pause_s: float = 0.0
+
+
 class Engine(Protocol):
-    """An inference engine. All methods are called on the actor's event loop."""
+    """An inference engine. All methods are called on the actor's event loop.
+
+    `failure` is set when the engine is beyond repair; every request fails with it from then on.
+    """
+
+    counts: Counts
+    failure: BaseException | None
 
     @property
     def caps(self) -> EngineCaps: ...
@@ -133,3 +153,18 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Abort what runs (partial results are returned) and free the engine."""
         ...
+
+
+def check_request(request: GenerateRequest, caps: EngineCaps, vocabulary: int) -> None:
+    """EngineError if no engine of these `caps` over `vocabulary` tokens could run the request."""
+    params, size = request.sampling, len(request.ids)
+    if not 1 <= size < caps.max_length_tokens:
+        raise EngineError(f"prompt of {size} tokens, the engine takes 1 to {caps.max_length_tokens - 1}")
+    if not all(0 <= token < vocabulary for token in request.ids):
+        raise EngineError(f"prompt with a token outside 0..{vocabulary - 1}: wrong tokenizer for this model?")
+    if params.max_new_tokens < 1 or params.top_k < 0 or not 0 <= params.seed < 1 << 64:
+        raise EngineError(f"impossible sampling parameters {params}: max_new_tokens >= 1, top_k >= 0, seed a u64")
+    if not (0 <= params.temperature < float("inf") and 0 < params.top_p <= 1 and 0 <= params.min_p < 1):
+        raise EngineError(
+            f"impossible sampling parameters {params}: temperature >= 0, top_p in (0, 1], min_p in [0, 1)"
+        )

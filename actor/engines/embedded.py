@@ -11,12 +11,11 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from temper.actor.engines.base import Cancel, EngineCaps, GenerateRequest, Generation
+from temper.actor.engines.base import Cancel, Counts, EngineCaps, GenerateRequest, Generation, check_request
 from temper.actor.engines.decoder import Decoder, Finished
 from temper.actor.engines.shape import from_config
 from temper.common.errors import ConfigError, EngineError
@@ -28,19 +27,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLOSE_TIMEOUT_S = 10.0
-
-
-@dataclass(slots=True)
-class Counts:
-    """Written by the engine's thread, read by anybody: monotone counts and the last gauge values."""
-
-    sampled_tokens: int = 0
-    prefilled_tokens: int = 0
-    steps: int = 0
-    rows: int = 0
-    idle_s: float = 0.0
-    swaps: int = 0
-    last_pause_s: float = 0.0
 
 
 Waiter = asyncio.Future[Generation]
@@ -101,7 +87,8 @@ class EmbeddedEngine:
 
     async def generate(self, request: GenerateRequest, cancel: Cancel | None = None) -> Generation:
         """See `base.Engine.generate`. A cancelled caller cancels the row too."""
-        self._check(request)
+        self._alive()
+        check_request(request, self._caps, self._vocabulary)
         future: Waiter = asyncio.get_running_loop().create_future()
 
         def abort() -> None:
@@ -156,20 +143,6 @@ class EmbeddedEngine:
             log(f"the engine's thread is still busy {CLOSE_TIMEOUT_S:.0f} s after its close")
 
     # ------------------------------------------------------------ event loop side
-
-    def _check(self, request: GenerateRequest) -> None:
-        self._alive()
-        params, size = request.sampling, len(request.ids)
-        if not 1 <= size < self._caps.max_length_tokens:
-            raise EngineError(f"prompt of {size} tokens, the engine takes 1 to {self._caps.max_length_tokens - 1}")
-        if not all(0 <= token < self._vocabulary for token in request.ids):
-            raise EngineError(f"prompt with a token outside 0..{self._vocabulary - 1}: wrong tokenizer for this model?")
-        if params.max_new_tokens < 1 or params.top_k < 0 or not 0 <= params.seed < 1 << 64:
-            raise EngineError(f"impossible sampling parameters {params}: max_new_tokens >= 1, top_k >= 0, seed a u64")
-        if not (0 <= params.temperature < float("inf") and 0 < params.top_p <= 1 and 0 <= params.min_p < 1):
-            raise EngineError(
-                f"impossible sampling parameters {params}: temperature >= 0, top_p in (0, 1], min_p in [0, 1)"
-            )
 
     def _alive(self) -> None:
         if self.failure is not None:

@@ -6,21 +6,25 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from temper.actor.engines.base import Engine
 from temper.actor.engines.embedded import EmbeddedEngine
+from temper.actor.engines.sglang_process import ServerShape, SglangHost
 from temper.common.config import Recipe
 from temper.common.errors import ConfigError
+from temper.common.log import log
 
 
-def make_engine(recipe: Recipe, files: Mapping[str, bytes]) -> EmbeddedEngine:
-    """An engine without weights for the model in the bundle `files`. ConfigError if it can't run it."""
-    if recipe.engine.kind == "sglang":
-        raise ConfigError("engine.kind = sglang: this version has only the embedded engine; use embedded or auto")
+async def make_engine(recipe: Recipe, files: Mapping[str, bytes], host: SglangHost) -> Engine:
+    """A running engine without weights for the model in the bundle `files`. ConfigError if it can't run it."""
     try:
         config: Any = json.loads(files["config.json"])
     except (KeyError, ValueError) as error:
         raise ConfigError(f"the model bundle has no usable config.json: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"config.json of the bundle holds {type(config).__name__}, expected an object")
+    if chosen(recipe, host) == "sglang":
+        return await _sglang(recipe, files, config, host)
     return EmbeddedEngine(
         config,
         dtype=recipe.model.serving_dtype,
@@ -30,3 +34,37 @@ def make_engine(recipe: Recipe, files: Mapping[str, bytes]) -> EmbeddedEngine:
         deterministic=recipe.run.deterministic,
         threads=recipe.daemons.threads_per_process,
     )
+
+
+def chosen(recipe: Recipe, host: SglangHost) -> str:
+    """embedded or sglang. ``auto`` is SGLang where there is a GPU and the host names SGLang's interpreter."""
+    kind = recipe.engine.kind
+    if kind == "sglang" and not host.python:
+        raise ConfigError(
+            "engine.kind = sglang, but this host names no SGLang: start the actor with --host FILE holding"
+            ' [actor.sglang] python = "/path/to/its/venv/bin/python" (and cpu = true without a GPU)'
+        )
+    if kind != "auto":
+        return kind
+    if not torch.cuda.is_available():
+        return "embedded"
+    if host.python:
+        return "sglang"
+    log(
+        "this host has a GPU but its host file names no [actor.sglang] python: sampling with the embedded engine on CPU"
+    )
+    return "embedded"
+
+
+async def _sglang(recipe: Recipe, files: Mapping[str, bytes], config: Mapping[str, Any], host: SglangHost) -> Engine:
+    from temper.actor.engines.sglang import SglangEngine
+
+    shape = ServerShape(recipe.model.serving_dtype, recipe.engine.max_rows, recipe.model.max_length_tokens)
+    recompute = recipe.engine.kv_on_swap == "recompute"
+    engine = SglangEngine(host, shape, files, int(config.get("vocab_size", 0)), recompute=recompute)
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine

@@ -21,15 +21,26 @@ def test_a_host_file_names_what_it_allows(tmp_path: Path) -> None:
     path = tmp_path / "host.toml"
     path.write_text('[actor]\ndomains = ["a.b"]\nslots = 3\n[sandbox]\nother = 1\n')
     assert load_host(path) == ActorHost(("a.b",), 3)
+    path.write_text(
+        '[actor.sglang]\npython = "/x/python"\nflags = ["--tp-size", "2"]\nenvironment = { A = "1" }\ncpu = true\n'
+    )
+    sglang = load_host(path).sglang
+    assert (sglang.python, sglang.flags, sglang.environment, sglang.cpu) == (
+        "/x/python",
+        ("--tp-size", "2"),
+        {"A": "1"},
+        True,
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "named"),
     [
         ("[actor]\ndomain = []", "actor.domain, expected one of domains, slots"),
-        ("[actor]\ndomains = 'x'", "expected a list"),
-        ("[actor]\nslots = true", "whole number"),
-        ("actor = 3", "unknown key"),
+        ("[actor]\ndomains = 'x'", "Expected `array"),
+        ("[actor]\nslots = true", "Expected `int`"),
+        ("actor = 3", "expected a table"),
+        ("[actor.sglang]\ncuda = true", "unknown key actor.sglang.cuda"),
         ("[actor", "not TOML"),
     ],
 )

@@ -22,7 +22,7 @@ CONFIG = LlamaConfig(
     num_hidden_layers=1,
     num_attention_heads=2,
     num_key_value_heads=2,
-    max_position_embeddings=4096,
+    max_position_embeddings=65536,
     tie_word_embeddings=True,
 )
 JSON = CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]}
@@ -85,15 +85,16 @@ def test_the_loop_is_free_while_the_engine_decodes() -> None:
 
 def test_cancel_gives_the_partial_result_and_a_cancelled_caller_frees_its_row() -> None:
     async def scenario() -> None:
-        made = engine(max_rows=2, max_length_tokens=4000)
+        made = engine(max_rows=2, max_length_tokens=20_000)
         await made.apply(full(version(0)))
         cancel = Cancel()
-        running = asyncio.ensure_future(made.generate(ask([1], max_new_tokens=3900), cancel))
+        running = asyncio.ensure_future(made.generate(ask([1], max_new_tokens=19_000), cancel))
+        await asyncio.sleep(0)  # it is submitted first
         await made.generate(ask([2], max_new_tokens=4))
         cancel.set()
         partial = await running
-        assert partial.finish_reason == "abort" and 3 <= len(partial.ids) < 3900
-        abandoned = asyncio.ensure_future(made.generate(ask([1], max_new_tokens=3900)))
+        assert partial.finish_reason == "abort" and 3 <= len(partial.ids) < 19_000
+        abandoned = asyncio.ensure_future(made.generate(ask([1], max_new_tokens=19_000)))
         await asyncio.sleep(0)
         abandoned.cancel()
         fill = [made.generate(ask([2], max_new_tokens=2)) for _ in range(2)]
@@ -109,11 +110,11 @@ def test_cancel_gives_the_partial_result_and_a_cancelled_caller_frees_its_row() 
 
 def test_close_returns_what_runs_as_aborted() -> None:
     async def scenario() -> list[Generation]:
-        made = engine(max_rows=2, max_length_tokens=4000)
+        made = engine(max_rows=2, max_length_tokens=20_000)
         await made.apply(full(version(0)))
-        running = [asyncio.ensure_future(made.generate(ask([1], max_new_tokens=3900)))]
+        running = [asyncio.ensure_future(made.generate(ask([1], max_new_tokens=19_000)))]
         running.append(asyncio.ensure_future(made.generate(ask([1], max_new_tokens=4))))
-        running += [asyncio.ensure_future(made.generate(ask([s], max_new_tokens=3900))) for s in (2, 3)]
+        running += [asyncio.ensure_future(made.generate(ask([s], max_new_tokens=19_000))) for s in (2, 3)]
         await running.pop(1)
         await made.close()
         return await asyncio.gather(*running)
@@ -183,7 +184,7 @@ def test_a_refused_update_leaves_the_engine_running() -> None:
     ("changes", "named"),
     [
         ({"dtype": "int8"}, "serving_dtype"),
-        ({"max_length_tokens": 5000}, "max_length_tokens"),
+        ({"max_length_tokens": 70_000}, "max_length_tokens"),
         ({"max_rows": 0}, "max_rows"),
     ],
 )

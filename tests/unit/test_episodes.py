@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from temper.actor import episodes
 from temper.actor.catalog import DomainRefused, check_allowed, check_domain, load_domain
-from temper.actor.engines.base import Cancel, EngineCaps, GenerateRequest, Generation
+from temper.actor.engines.base import Cancel, Counts, EngineCaps, GenerateRequest, Generation
 from temper.actor.episodes import LeaseResult, run_lease
 from temper.actor.packing import META_ROOM_BYTES, OversizedSample, pack_samples
 from temper.actor.text import Text
@@ -44,6 +44,8 @@ class Echo:
         self.asked: list[GenerateRequest] = []
         self.caps = EngineCaps(True, True, True, True, 24, 8)
         self.version: Version | None = Version(3, 77, "d")
+        self.counts = Counts()
+        self.failure: BaseException | None = None
         self._answer = answer or self._echo
 
     async def generate(self, request: GenerateRequest, cancel: Cancel | None = None) -> Generation:

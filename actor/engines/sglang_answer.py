@@ -1,0 +1,84 @@
+"""What `/generate` answers, checked: anything incomplete is an `EngineError` with its reason, never a shorter sample."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from temper.actor.engines.base import Generation, SamplingParams
+from temper.common.errors import EngineError
+
+Runs = list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer, or several joined: like `base.Generation`."""
+
+    ids: list[int]
+    logprobs: list[float]
+    version_runs: Runs
+    finish_reason: str
+    support: list[list[int]] | None
+
+    def followed_by(self, other: Answer) -> Answer:
+        """Both in a row."""
+        runs = list(self.version_runs)
+        for lineage, ordinal, count in other.version_runs:
+            if runs and runs[-1][:2] == (lineage, ordinal):
+                runs[-1] = (lineage, ordinal, runs[-1][2] + count)
+            else:
+                runs.append((lineage, ordinal, count))
+        support = None if self.support is None else self.support + (other.support or [])
+        return Answer(self.ids + other.ids, self.logprobs + other.logprobs, runs, other.finish_reason, support)
+
+    def generation(self, budget: int) -> Generation:
+        """As the engine returns it; an abort that left no budget is a length."""
+        reason = self.finish_reason
+        if reason == "abort" and len(self.ids) >= budget:
+            reason = "length"
+        return Generation(self.ids, self.logprobs, self.version_runs, reason, self.support)  # type: ignore[arg-type]
+
+
+def parse(body: Any, params: SamplingParams) -> Answer:
+    """The answer to one request with `params`. EngineError names what is missing or wrong."""
+    try:
+        ids = [int(token) for token in body["output_ids"]]
+        meta = body["meta_info"]
+        reason = str(meta["finish_reason"]["type"])
+        entries = meta["output_token_logprobs"][: len(ids)] if reason == "abort" else meta["output_token_logprobs"]
+        pairs = [(float(value), int(token)) for value, token, *_ in entries]
+        runs = [_run(span) for span in meta["weight_versions"]] if ids else []
+        mask = meta.get("output_token_sampling_mask") if params.truncates else None
+        processed = meta.get("output_token_sampling_logprobs") if params.truncates else None
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineError(f"sglang: an answer without {type(error).__name__} {error}: {str(body)[:300]}") from error
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"sglang: finish reason {reason!r}, expected stop, length or abort")
+    if [token for _, token in pairs] != ids:
+        raise EngineError(f"sglang: {len(pairs)} log-probabilities that do not belong to the {len(ids)} tokens")
+    if sum(count for _, _, count in runs) != len(ids):
+        raise EngineError(f"sglang: version spans {runs} do not cover {len(ids)} tokens")
+    logprobs = [value for value, _ in pairs]
+    if params.truncates and ids:
+        if mask is None or processed is None or len(mask) != len(ids) or len(processed) != len(ids):
+            raise EngineError(
+                "sglang: truncated sampling without its mask: this version can't say what it sampled from"
+            )
+        logprobs = [float(value) for value in processed]
+        if not all(token in kept for token, kept in zip(ids, mask, strict=True)):
+            raise EngineError("sglang: a sampled token outside its sampling mask")
+    if not params.temperature:
+        logprobs = [0.0] * len(ids)  # greedy is a point mass
+    if not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
+        raise EngineError(f"sglang: log-probabilities that are none: {logprobs[:5]}")
+    support = None
+    if params.want_support:
+        support = [[int(token) for token in kept] for kept in mask or []]
+    return Answer(ids, logprobs, runs, reason, support)
+
+
+def _run(span: Any) -> tuple[int, int, int]:
+    lineage, ordinal = str(span["version"]).split(":")
+    return int(lineage), int(ordinal), int(span["end"]) - int(span["start"])

@@ -1,0 +1,135 @@
+"""An SGLang answer is taken whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from temper.actor.engines.base import SamplingParams
+from temper.actor.engines.factory import chosen
+from temper.actor.engines.sglang_answer import Answer, parse
+from temper.actor.engines.sglang_process import CPU_SHIMS, ServerProcess, ServerShape, SglangHost
+from temper.actor.engines.sglang_weights import BUCKET_BYTES, Mirror
+from temper.common.bits import TensorBits, seal
+from temper.common.config import Engine, Recipe
+from temper.common.delta import encode, stage
+from temper.common.errors import ConfigError, EngineError
+
+BODY: dict[str, Any] = {
+    "output_ids": [21, 37, 58],
+    "meta_info": {
+        "finish_reason": {"type": "length", "length": 3},
+        "output_token_logprobs": [[-3.75, 21, None], [-3.5, 37, None], [-4.0, 58, None]],
+        "output_token_sampling_mask": [[7, 21], [37, 56], [58]],
+        "output_token_sampling_logprobs": [-0.5, -0.75, 0.0],
+        "weight_versions": [{"version": "5:3", "start": 0, "end": 2}, {"version": "5:4", "start": 2, "end": 3}],
+    },
+}
+PLAIN = SamplingParams()
+TRUNCATED = SamplingParams(top_k=2, want_support=True)
+
+
+def changed(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    body = copy.deepcopy(BODY)
+    change(body)
+    return body
+
+
+def test_a_complete_answer() -> None:
+    answer = parse(BODY, PLAIN)
+    assert answer == Answer([21, 37, 58], [-3.75, -3.5, -4.0], [(5, 3, 2), (5, 4, 1)], "length", None)
+    truncated = parse(BODY, TRUNCATED)
+    assert truncated.logprobs == [-0.5, -0.75, 0.0] and truncated.support == [[7, 21], [37, 56], [58]]
+    assert parse(BODY, SamplingParams(temperature=0.0)).logprobs == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "params", "named"),
+    [
+        (lambda b: b.pop("output_ids"), PLAIN, "KeyError 'output_ids'"),
+        (lambda b: b["meta_info"].update(finish_reason=None), PLAIN, "TypeError"),
+        (lambda b: b["meta_info"].update(finish_reason={"type": "lost"}), PLAIN, "finish reason 'lost'"),
+        (lambda b: b["meta_info"]["output_token_logprobs"].pop(), PLAIN, "2 log-probabilities"),
+        (lambda b: b["meta_info"]["output_token_logprobs"][1].__setitem__(1, 9), PLAIN, "do not belong"),
+        (lambda b: b["meta_info"]["output_token_logprobs"][1].__setitem__(0, None), PLAIN, "TypeError"),
+        (lambda b: b["meta_info"]["output_token_logprobs"][1].__setitem__(0, float("nan")), PLAIN, "are none"),
+        (lambda b: b["meta_info"]["weight_versions"].pop(), PLAIN, "do not cover 3 tokens"),
+        (lambda b: b["meta_info"]["weight_versions"][0].update(version="default"), PLAIN, "ValueError"),
+        (lambda b: b["meta_info"].pop("output_token_sampling_mask"), TRUNCATED, "without its mask"),
+        (
+            lambda b: b["meta_info"]["output_token_sampling_mask"][2].__setitem__(0, 9),
+            TRUNCATED,
+            "outside its sampling",
+        ),
+    ],
+)
+def test_an_incomplete_answer_is_an_error(
+    change: Callable[[dict[str, Any]], None], params: SamplingParams, named: str
+) -> None:
+    with pytest.raises(EngineError, match=named):
+        parse(changed(change), params)
+
+
+def test_a_continued_answer_joins_runs_and_keeps_its_support() -> None:
+    first = Answer([1, 2], [-1.0, -2.0], [(5, 3, 2)], "abort", [[1], [2]])
+    whole = first.followed_by(Answer([3], [-3.0], [(5, 3, 1)], "stop", [[3]]))
+    assert whole == Answer([1, 2, 3], [-1.0, -2.0, -3.0], [(5, 3, 3)], "stop", [[1], [2], [3]])
+    assert first.generation(2).finish_reason == "length" and first.generation(3).finish_reason == "abort"
+
+
+def sealed(ordinal: int, **tensors: Any) -> Any:
+    return seal(ordinal, 5, {name: TensorBits.of(np.asarray(value, np.float32)) for name, value in tensors.items()})
+
+
+def test_the_mirror_turns_deltas_into_whole_tensors() -> None:
+    first = sealed(0, a=np.zeros((4, 3)), b=np.arange(3))
+    new = np.zeros((4, 3))
+    new[0, 2] = 7.5
+    second = sealed(1, a=new, b=np.arange(3))
+    mirror = Mirror()
+    with pytest.raises(EngineError, match="fetch a full copy"):
+        mirror.overwrite(stage(list(encode(first, second)), first))
+    assert mirror.overwrite(stage(list(encode(None, first)), None)) == ["a", "b"]
+    assert mirror.overwrite(stage(list(encode(first, second)), first)) == ["a"]
+    assert mirror.digest == second.version.digest
+    [[(name, tensor)]] = list(mirror.buckets(["a"]))
+    assert name == "a" and torch.equal(tensor, torch.tensor(new, dtype=torch.float32))
+    assert mirror.mismatch("a", [[0.0, 0.0, 7.5]]) == "" and mirror.mismatch("b", [0.0, 1.0]) == ""
+    assert "differ" in mirror.mismatch("a", [[0.0, 0.0, 7.0]])
+    assert "shape" in mirror.mismatch("a", [[0.0, 0.0]])
+    assert "answered None" in mirror.mismatch("a", None)
+
+
+def test_buckets_are_bounded() -> None:
+    size = BUCKET_BYTES // 4 // 2 + 1
+    mirror = Mirror()
+    mirror.overwrite(stage(list(encode(None, sealed(0, a=np.zeros(size), b=np.zeros(size), c=np.zeros(2)))), None))
+    assert [[name for name, _ in bucket] for bucket in mirror.buckets(["a", "b", "c"])] == [["a"], ["b", "c"]]
+
+
+def test_the_recipe_and_the_host_choose_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = SglangHost(python="/x/python")
+    assert chosen(Recipe(engine=Engine(kind="embedded")), there) == "embedded"
+    assert chosen(Recipe(engine=Engine(kind="sglang")), there) == "sglang"
+    with pytest.raises(ConfigError, match=r"\[actor.sglang\] python"):
+        chosen(Recipe(engine=Engine(kind="sglang")), SglangHost())
+    for gpu, host, want in ((False, there, "embedded"), (True, there, "sglang"), (True, SglangHost(), "embedded")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert chosen(Recipe(engine=Engine(kind="auto")), host) == want
+
+
+def test_the_command_line_comes_from_host_and_recipe() -> None:
+    host = SglangHost(python="/x/python", flags=("--tp-size", "2"), cpu=True)
+    process = ServerProcess(host, ServerShape("bfloat16", 32, 512), {"config.json": b"{}"})
+    command = process.command()
+    assert command[:4] == ["/x/python", "-P", "-m", "sglang.launch_server"] and command[-2:] == ["--tp-size", "2"]
+    pairs = set(itertools.pairwise(command))
+    assert {("--host", "127.0.0.1"), ("--dtype", "bfloat16"), ("--context-length", "512")} <= pairs
+    assert ("--max-running-requests", "32") in pairs and ("--load-format", "dummy") in pairs
+    assert "trust" not in " ".join(command)
+    assert (CPU_SHIMS / "sitecustomize.py").is_file() and (CPU_SHIMS / "sgl_kernel" / "__init__.py").is_file()
