@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from temper.common.delta import StagedUpdate
 
 STARTS_IN_A_ROW = 3  # a server that never becomes ready this often is beyond repair
-RETRIES = 3  # of one request: status 500, a start under an old version, an abort that nobody asked for
+RETRIES = 3  # of one request: status 500, a lost server, a start under an old version, an abort that nobody asked for
 BACKOFF_S = (1.0, 5.0, 20.0)
 POLL_S = 0.5
 HEALTH_EVERY_S = 10.0
@@ -112,8 +112,9 @@ class SglangEngine:
             key = f"{version.lineage}:{version.ordinal}"
             try:
                 answer = await self._ask(request, [*request.ids, *made.ids], budget - len(made.ids), key, cancel)
-            except ServerBusy as error:
+            except (ServerBusy, ServerDown) as error:
                 problem = str(error)
+                await asyncio.sleep(POLL_S)  # time to notice that the server has ended, if it has
                 continue
             finally:
                 self._rows.release()
@@ -298,7 +299,7 @@ class SglangEngine:
                 try:
                     while not ended.done():
                         await asyncio.wait({ended}, timeout=HEALTH_EVERY_S)
-                        if not ended.done() and await self._hangs():
+                        if not ended.done() and not self._updating.locked() and await self._hangs():
                             log("sglang: the server does not answer any more; killing it")
                             await self._server.kill()
                 finally:
@@ -319,7 +320,7 @@ class SglangEngine:
             self._up.set()
 
     async def _hangs(self) -> bool:
-        """Whether several health checks in a row go unanswered."""
+        """Whether several health checks in a row go unanswered (one generates a token: not asked during an update)."""
         for _ in range(HEALTH_FAILURES):
             try:
                 await self._there().get("/health", timeout_s=HEALTH_TIMEOUT_S)

@@ -74,6 +74,7 @@ class ServerProcess:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / f"sglang-{os.getpid()}.log"
         self._process: asyncio.subprocess.Process | None = None
+        self._starting: asyncio.Future[asyncio.subprocess.Process] | None = None
 
     @property
     def url(self) -> str:
@@ -88,29 +89,33 @@ class ServerProcess:
     async def start(self) -> None:
         """Start the process (again); returns at once. EnvironmentFault if the interpreter can't be run."""
         self.port = free_port()
-        environment = {**os.environ, **self.host.environment, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         if self.host.cpu:
             environment |= {"PYTHONPATH": str(CPU_SHIMS), "SGLANG_USE_CPU_ENGINE": "1"}
-        else:
-            environment.pop("PYTHONPATH", None)
-        with self.log_path.open("ab") as output:
-            try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self.command(),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
-                    cwd=self._folder,
-                    start_new_session=True,
-                    preexec_fn=_die_with_parent,
-                )
-            except OSError as error:
-                raise EnvironmentFault(
-                    f"SGLang's interpreter {self.host.python!r} can't be run ({error.strerror}): make its environment with"
-                    " `bin/temper engine install` and name its python in the host file, [actor.sglang] python = ..."
-                ) from error
+        environment |= {**self.host.environment, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+        self._starting = asyncio.ensure_future(self._spawn(environment))
+        try:
+            # shielded: a cancelled start would leave a process that nobody knows
+            self._process = await asyncio.shield(self._starting)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"SGLang's interpreter {self.host.python!r} can't be run ({error.strerror}): make its environment with"
+                " `bin/temper engine install` and name its python in the host file, [actor.sglang] python = ..."
+            ) from error
         log(f"sglang: started (pid {self._process.pid}), log {self.log_path}")
+
+    async def _spawn(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+        with self.log_path.open("ab") as output:
+            return await asyncio.create_subprocess_exec(
+                *self.command(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                cwd=self._folder,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
 
     def command(self) -> list[str]:
         """The command line."""
@@ -139,6 +144,9 @@ class ServerProcess:
 
     async def kill(self) -> None:
         """SIGKILL to its process group: on SIGTERM it would linger for seconds over diagnostics."""
+        if self._starting is not None:
+            with contextlib.suppress(OSError):
+                self._process = await self._starting
         process = self._process
         if process is None:
             return

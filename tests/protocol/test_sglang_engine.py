@@ -1,0 +1,244 @@
+"""The SGLang engine against a server that misbehaves: nothing hangs, nothing wrong is taken, generation always goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from temper.actor.engines import sglang
+from temper.actor.engines.base import Cancel, GenerateRequest, SamplingParams
+from temper.actor.engines.sglang import SglangEngine
+from temper.actor.engines.sglang_process import ServerShape, SglangHost
+from temper.common.bits import TensorBits, Weights, seal
+from temper.common.delta import encode, stage
+from temper.common.errors import EngineError, EnvironmentFault
+
+STUB = Path(__file__).with_name("sglang_stub")
+pytestmark = pytest.mark.timeout(90)
+
+
+def weights(ordinal: int, base: Weights | None = None) -> Weights:
+    tensors = {"a": TensorBits.of(np.full((3, 2), ordinal, np.float32)), "b": TensorBits.of(np.zeros(1, np.float32))}
+    return seal(ordinal, 5, tensors, base)
+
+
+def update(new: Weights, base: Weights | None = None) -> Any:
+    return stage(list(encode(base, new)), base)
+
+
+def ask(**params: Any) -> GenerateRequest:
+    return GenerateRequest([1, 2], SamplingParams(**({"max_new_tokens": 6} | params)))
+
+
+def made(folder: Path, *, recompute: bool = False, **environment: str) -> SglangEngine:
+    host = SglangHost(
+        python=sys.executable,
+        environment={"PYTHONPATH": str(STUB), **environment},
+        log_dir=str(folder),
+        start_timeout_s=60,
+    )
+    return SglangEngine(host, ServerShape("float32", 4, 512), {"config.json": b"{}"}, 64, recompute=recompute)
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, **options: Any) -> AsyncIterator[SglangEngine]:
+    engine = made(folder, **options)
+    await engine.start()
+    try:
+        await engine.apply(update(weights(0)))
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def misbehave(engine: SglangEngine, **how: Any) -> list[str]:
+    answer = await engine._there().post("/misbehave", how)
+    return list(answer["calls"])
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait until `condition` holds."""
+    for _ in range(60_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    pytest.fail("it never came")
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(80):
+            await scenario()
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "BACKOFF_S", (0.05,))
+    monkeypatch.setattr(sglang, "POLL_S", 0.1)
+
+
+def test_generation_updates_and_cancelling(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, STUB_STEP_S="0.02") as engine:
+            first = await engine.generate(ask())
+            assert (
+                first.ids == [7, 8, 7, 8, 7, 8] and first.version_runs == [(5, 0, 6)] and first.logprobs == [-1.0] * 6
+            )
+            stopped = await engine.generate(ask(stop_token_ids=(8,)))
+            assert stopped.ids == [7, 8] and stopped.finish_reason == "stop"
+            long = [asyncio.ensure_future(engine.generate(ask(max_new_tokens=100))) for _ in range(6)]
+            await engine.generate(ask(max_new_tokens=1))  # waits for a row: the first four are under way
+            cancel = Cancel()
+            cancelled = asyncio.ensure_future(engine.generate(ask(max_new_tokens=400), cancel))
+            old, new = weights(0), weights(1, weights(0))
+            assert await engine.apply(update(new, old)) == new.version.digest
+            cancel.set()
+            assert (await cancelled).finish_reason == "abort"
+            runs = [one.version_runs for one in await asyncio.gather(*long)]
+            assert {ordinal for run in runs for _, ordinal, _ in run} == {0, 1}
+            assert all(sum(count for _, _, count in run) == 100 for run in runs)
+            assert engine.counts.swaps == 2 and engine.version == new.version
+            assert not engine.caps.seeded
+
+    play(scenario)
+
+
+def test_a_500_is_tried_again_and_a_bad_request_is_not(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as engine:
+            await misbehave(engine, status=1)
+            many = await asyncio.gather(*(engine.generate(ask()) for _ in range(16)))
+            assert [len(one.ids) for one in many] == [6] * 16
+            await misbehave(engine, status=99)
+            with pytest.raises(EngineError, match="status 500"):
+                await engine.generate(ask())
+            with pytest.raises(EngineError, match="prompt of 0 tokens"):
+                await engine.generate(GenerateRequest([], SamplingParams()))
+
+    play(scenario)
+
+
+def test_what_started_under_old_weights_runs_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as engine:
+            await misbehave(engine, stale=2)
+            assert (await engine.generate(ask())).version_runs == [(5, 0, 6)]
+
+    play(scenario)
+
+
+def test_an_abort_that_nobody_asked_for_is_continued(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as engine:
+            running_ = asyncio.ensure_future(engine.generate(ask(max_new_tokens=50)))
+            await until(lambda: engine.counts.rows > 0)
+            await misbehave(engine, abort=1)
+            whole = await running_
+            assert len(whole.ids) == 50 and whole.finish_reason == "length" and whole.version_runs == [(5, 0, 50)]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("how", ["refuse", "lose"])
+def test_an_update_that_is_not_taken_is_noticed_and_mended_by_a_full_copy(tmp_path: Path, how: str) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as engine:
+            running_ = asyncio.ensure_future(engine.generate(ask(max_new_tokens=300)))
+            await misbehave(engine, **{how: 1})
+            old, new = weights(0), weights(1, weights(0))
+            with pytest.raises(EngineError, match=r"out of memory|did not take the update"):
+                await engine.apply(update(new, old))
+            assert engine.version is None
+            assert len((await running_).ids) == 300  # generation was not left paused
+            calls = await misbehave(engine)
+            assert calls.count("/pause_generation") == calls.count("/continue_generation") == 2
+            await engine.apply(update(new))
+            assert (await engine.generate(ask())).version_runs == [(5, 1, 6)]
+
+    play(scenario)
+
+
+def test_recomputing_retracts_and_flushes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, recompute=True) as engine:
+            assert "/flush_cache" in await misbehave(engine)
+            same = seal(9, 5, dict(weights(0).tensors), weights(0))
+            await engine.apply(update(same, weights(0)))  # equal bits under a new name
+            assert (await engine.generate(ask())).version_runs == [(5, 9, 6)]
+
+    play(scenario)
+
+
+def test_a_killed_server_comes_back_with_its_weights_and_nothing_is_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, STUB_STEP_S="0.01") as engine:
+            under_way = [asyncio.ensure_future(engine.generate(ask(max_new_tokens=50))) for _ in range(3)]
+            await until(lambda: engine.counts.rows == 3)
+            with pytest.raises(EngineError):
+                await misbehave(engine, die=True)
+            for one in await asyncio.gather(*under_way):
+                assert one.ids[0] == 7 and one.version_runs == [(5, 0, 50)]
+            assert engine.restarts == 1 and engine.failure is None
+
+    play(scenario)
+
+
+def test_a_deaf_server_is_killed_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "HEALTH_EVERY_S", 0.1)
+    monkeypatch.setattr(sglang, "HEALTH_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(sglang, "HEALTH_FAILURES", 2)
+
+    async def scenario() -> None:
+        async with running(tmp_path) as engine:
+            deaf = asyncio.ensure_future(misbehave(engine, deaf=True))
+            with contextlib.suppress(EngineError):
+                await deaf
+            await until(lambda: engine.restarts)
+            assert (await engine.generate(ask())).version_runs == [(5, 0, 6)]
+
+    play(scenario)
+
+
+def test_a_server_that_never_starts_is_an_environment_fault(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = made(tmp_path, STUB_DIES="1")
+        with pytest.raises(EnvironmentFault, match="did not become ready in 3 starts"):
+            await engine.start()
+        await engine.close()
+        other = SglangEngine(
+            SglangHost(python="/no/such/python"), ServerShape("float32", 4, 512), {}, 64, recompute=False
+        )
+        with pytest.raises(EnvironmentFault, match="engine install"):
+            await other.start()
+        await other.close()
+
+    play(scenario)
+
+
+def test_a_server_beyond_repair_fails_every_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as engine:
+
+            async def broken() -> None:
+                raise EnvironmentFault("the card is gone")
+
+            monkeypatch.setattr(engine, "_launch", broken)
+            with pytest.raises(EngineError):
+                await misbehave(engine, die=True)
+            with pytest.raises(EngineError):
+                await engine.generate(ask())
+            await until(lambda: engine.failure is not None)
+            with pytest.raises(EngineError, match="the card is gone"):
+                await engine.generate(ask())
+            with pytest.raises(EngineError, match="the card is gone"):
+                await engine.apply(update(weights(1)))
+
+    play(scenario)
