@@ -101,8 +101,28 @@ class Objective:
     gamma: float | None = None  # discount of token returns and step rewards
     lam: float | None = None  # lambda of vtrace
     proximal: str = ""  # log prox of later updates: recompute (a forward) or loglinear (none); empty = the row's own
-    kl: str = ""  # estimator in the loss: k2, k3_straight_through, k3_weighted; empty = k2
+    kl: str = ""  # in the loss: k2, k3_straight_through, k3_weighted; off the reward: reward; empty = k2
     component_weights: Mapping[str, float] = field(default_factory=dict)  # advantage per_component; empty = 1 each
+    overlong: Literal["keep", "mask", "penalise"] = "keep"  # samples that end at the length limit
+    overlong_buffer_tokens: int = 0  # penalise: tokens before the limit over which the penalty grows from 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    kind: Literal["frozen", "ema", "reset"] = "frozen"  # the policy that the KL is measured against
+    ema_decay: float = 0.99  # ema: share of the old reference kept at every step
+    reset_every_steps: int = 100  # reset: the reference becomes the current policy every n steps
+    kl_target_nats: float = 0.0  # > 0: objective.kl_coefficient is steered so that the KL per token stays near this
+    kl_horizon_steps: int = 20  # steered: steps over which the coefficient reacts
+
+
+@dataclass(frozen=True, slots=True)
+class Critic:
+    learning_rate: float = (
+        1e-4  # of the value head, its own optimiser group; used by advantage gae and vtrace with critic
+    )
+    clip: float = 0.2  # the new value stays within this of the old one where that is worse; 0 = off
+    coefficient: float = 0.5  # weight of the value loss, whose gradient reaches the model's body too
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +208,8 @@ class Recipe:
     pacing: Pacing = Pacing()
     sampling: Sampling = Sampling()
     objective: Objective = Objective()
+    reference: Reference = Reference()
+    critic: Critic = Critic()
     optimizer: Optimizer = Optimizer()
     warm_start: WarmStart = WarmStart()
     eval: Eval = Eval()

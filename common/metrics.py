@@ -165,6 +165,12 @@ LEARNER_KL_BEHAVIOUR = declare(
 LEARNER_KL_REFERENCE = declare(
     "learner/policy/kl_reference_nats", "nats", "gauge", "k3 estimate of KL(policy || reference) per trained token."
 )
+LEARNER_KL_COEFFICIENT = declare(
+    "learner/policy/kl_coefficient", "1", "gauge", "Coefficient of the KL to the reference policy in this step."
+)
+LEARNER_VALUE_LOSS = declare(
+    "learner/critic/loss_mean", "reward^2", "gauge", "Squared error / 2 of the critic's values, where there is one."
+)
 LEARNER_CLIP = declare("learner/policy/clip_share", "share", "gauge", "Trained tokens whose ratio was clipped.")
 LEARNER_CLAMP = declare(
     "learner/policy/clamped_share", "share", "gauge", "Trained tokens whose log-ratio hit the +-20 clamp."

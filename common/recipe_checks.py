@@ -61,6 +61,14 @@ RANGES: dict[str, str] = {
     "objective.kl_coefficient": ">=0",
     "objective.entropy_coefficient": ">=0",
     "objective.updates_per_step": ">=1",
+    "objective.overlong_buffer_tokens": ">=0",
+    "reference.ema_decay": ">=0 <1",
+    "reference.reset_every_steps": ">=1",
+    "reference.kl_target_nats": ">=0",
+    "reference.kl_horizon_steps": ">=1",
+    "critic.learning_rate": ">0",
+    "critic.clip": ">=0",
+    "critic.coefficient": ">=0",
     "optimizer.learning_rate": ">0",
     "optimizer.warmup_steps": ">=0",
     "optimizer.final_share": ">=0 <=1",
@@ -104,6 +112,17 @@ def _micro(recipe: Recipe) -> bool:
     return recipe.model.path == "micro"
 
 
+def _reference(recipe: Recipe) -> bool:
+    return recipe.objective.kl_coefficient > 0
+
+
+def _critic(recipe: Recipe) -> bool:
+    advantage = recipe.objective.advantage
+    return advantage in ("gae", "vtrace_critic") or (
+        not advantage and recipe.objective.name in ("ppo_critic", "impala")
+    )
+
+
 def _executes(recipe: Recipe) -> bool:
     return any(domain.needs_sandbox for domain in recipe.domains)
 
@@ -118,6 +137,28 @@ INERT: dict[str, tuple[Callable[[Recipe], bool], str]] = {
         f"warm_start.{key}": (lambda r: r.warm_start.max_steps > 0, "warm_start.max_steps is 0: there is no warm start")
         for key in ("until_likelihood", "groups_per_step", "samples_per_group", "learning_rate")
     },
+    **{
+        f"critic.{key}": (_critic, "the objective's advantage has no value head (gae and vtrace_critic have)")
+        for key in ("learning_rate", "clip", "coefficient")
+    },
+    "reference.kind": (_reference, "objective.kl_coefficient is 0: there is no reference policy"),
+    "reference.ema_decay": (
+        lambda r: _reference(r) and r.reference.kind == "ema",
+        "only a reference of kind ema decays",
+    ),
+    "reference.reset_every_steps": (
+        lambda r: _reference(r) and r.reference.kind == "reset",
+        "only a reference of kind reset is reset",
+    ),
+    "reference.kl_target_nats": (_reference, "objective.kl_coefficient is 0: there is no KL to steer"),
+    "reference.kl_horizon_steps": (
+        lambda r: _reference(r) and r.reference.kl_target_nats > 0,
+        "reference.kl_target_nats is 0: the coefficient is not steered",
+    ),
+    "objective.overlong_buffer_tokens": (
+        lambda r: r.objective.overlong == "penalise",
+        "only overlong = penalise has a buffer",
+    ),
     **{
         f"sandbox.{key}": (_executes, "no domain has needs_sandbox = true")
         for key in ("required", "mode", "slots", "wall_s", "cpu_s", "memory_mb", "output_kb")
@@ -179,6 +220,16 @@ CROSS: list[Rule] = [
         lambda r: (
             f"objective.updates_per_step = {r.objective.updates_per_step} is more than pacing.groups_per_step = "
             f"{r.pacing.groups_per_step}: every update needs a group"
+        ),
+    ),
+    (
+        lambda r: (
+            r.objective.overlong == "penalise"
+            and not 1 <= r.objective.overlong_buffer_tokens <= r.sampling.max_new_tokens
+        ),
+        lambda r: (
+            f"objective.overlong_buffer_tokens = {r.objective.overlong_buffer_tokens}: expected 1 to "
+            f"sampling.max_new_tokens = {r.sampling.max_new_tokens} with overlong = penalise"
         ),
     ),
     (

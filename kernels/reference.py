@@ -326,6 +326,15 @@ def vtrace(
     return rho * (reward + gamma * next_values(v, cu_seqlens, bootstrap) - value), v
 
 
+def value_loss(value: Tensor, old: Tensor, target: Tensor, clip: float) -> Tensor:
+    """[N] squared error / 2 of a critic; with clip > 0 the worse of it and of the value kept within old +- clip."""
+    error = (value - target).square() / 2
+    if clip <= 0:
+        return error
+    held = old + (value - old).clamp(-clip, clip)
+    return torch.maximum(error, (held - target).square() / 2)
+
+
 # ---------------------------------------------------------------- log-probabilities
 
 

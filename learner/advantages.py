@@ -168,6 +168,8 @@ def token_advantages(
     if objective.advantage == "reinforce++":
         returns = reference.masked_returns(rewards, mask, cu_seqlens, objective.gamma)
         return reference.whiten(returns, mask).float()
+    if objective.advantage != "vtrace":
+        raise ValueError(f"advantage: found {objective.advantage!r}, expected `critic_advantages` for it")
     if value is None or d is None:
         raise ValueError(
             "value, d: found None, expected group_means f64[S] and log prox - log mu f32[N] (advantage vtrace)"
@@ -183,3 +185,45 @@ def token_advantages(
         c_bar=objective.c_bar,
     )
     return torch.zeros(count, dtype=torch.float64, device=mask.device).index_copy(0, picked, found).float()
+
+
+def critic_advantages(
+    objective: Objective,
+    sample: Tensor,
+    cu_seqlens: Tensor,
+    value: Tensor,
+    *,
+    d: Tensor,
+    step_rewards: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(advantage f32[N], the values' targets f32[N]) of packed trained tokens, for gae and vtrace_critic.
+
+    sample f64[S]: rewards, which count at each sequence's last token; value f32[N]: the critic's, at the start of the
+    step; d f32[N] = log prox - log mu. The value after a sequence's end is 0.
+    """
+    import torch
+    from temper.kernels import reference
+
+    count, lengths = value.shape[0], cu_seqlens[1:] - cu_seqlens[:-1]
+    rewards = torch.zeros(count, dtype=torch.float64) if step_rewards is None else step_rewards.double().clone()
+    filled = lengths > 0
+    rewards[(cu_seqlens[1:] - 1)[filled]] += sample.double()[filled]
+    if objective.advantage == "gae":
+        found, target = reference.gae(rewards, value.double(), cu_seqlens, gamma=objective.gamma, lam=objective.lam)
+    else:
+        found, target = reference.vtrace(
+            d.double(),
+            rewards,
+            value.double(),
+            cu_seqlens,
+            gamma=objective.gamma,
+            lam=objective.lam,
+            rho_bar=objective.rho_bar,
+            c_bar=objective.c_bar,
+        )
+    return found.float(), target.float()
+
+
+def overlong_penalty(length: int, limit: int, buffer: int) -> float:
+    """What a completion of `length` generated tokens loses (2503.14476): 0 up to limit - buffer, 1 from limit on."""
+    return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))

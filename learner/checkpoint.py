@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
-TENSORS = ("model", "optimizer", "reference", "rng")
+TENSORS = ("model", "optimizer", "reference", "critic", "rng")
 READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`tensors` by ``<part>.<name>`` (parts: model, optimizer, reference, rng) and the JSON `state`: version, step,
+    """`tensors` by ``<part>.<name>`` (parts: model, optimizer, reference, critic, rng) and the JSON `state`: version, step,
     run id, trainer, curriculum, oversight, recipe."""
 
     version: int

@@ -34,7 +34,7 @@ def _nearest(found: str, valid: Sequence[str]) -> str:
 # recipe key -> field of the row, where the names differ
 RENAMED = {"weight_cap": "weight_high", "weight_floor": "weight_low", "advantage_epsilon": "epsilon"}
 # keys of the recipe that are not a row's: they are read by the learner or only here
-ASIDE = {"name", "allow_uncorrected", "proximal", "kl"}
+ASIDE = {"name", "allow_uncorrected", "proximal", "kl", "overlong", "overlong_buffer_tokens"}
 
 
 def _choices() -> dict[str, Sequence[str]]:
@@ -50,7 +50,7 @@ def _choices() -> dict[str, Sequence[str]]:
         "weight_level": get_args(flags.WeightLevel),
         "std": ("sample", "population"),
         "proximal": ("recompute", "loglinear"),
-        "kl": ("k2", "k3_straight_through", "k3_weighted"),
+        "kl": ("k2", "k3_straight_through", "k3_weighted", "reward"),
     }
 
 
@@ -76,7 +76,7 @@ def resolve(recipe: config.Objective, pacing: config.Pacing) -> Objective:
     if recipe.proximal:
         changes["loglinear_prox"] = recipe.proximal == "loglinear"
     if recipe.kl_coefficient > 0:
-        changes["kl"], changes["kl_reward"] = (recipe.kl or "k2", False)
+        changes["kl"], changes["kl_reward"] = ("none", True) if recipe.kl == "reward" else (recipe.kl or "k2", False)
     objective = replace(row, **changes)  # type: ignore[arg-type]
     check(objective, asynchronous=pacing.max_staleness > 0, allow_uncorrected=recipe.allow_uncorrected)
     for key, (used, reason) in USED.items():

@@ -80,23 +80,29 @@ class Policy:
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
 
+    def chosen(self, batch: Microbatch) -> torch.Tensor:
+        """[M, H] hidden states that predict each trained token, in the compute dtype."""
+        predict = torch.from_numpy(batch.predict).to(self.device)
+        hidden = self.hidden(batch).index_select(0, predict)
+        return hidden if self.compute_dtype == torch.float32 else hidden.to(self.compute_dtype)
+
     def logprobs(
-        self, batch: Microbatch, *, temperature: float, entropy: Entropy = "none", support: Support | None = None
+        self,
+        batch: Microbatch,
+        *,
+        temperature: float,
+        entropy: Entropy = "none",
+        support: Support | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> LogprobOut:
         """Log-probability (nats, f32[M]) of each trained token at `temperature`, over its `support` (ids, cu) where one
-        is given; the entropy too where asked."""
-        hidden = self.hidden(batch)
-        predict = torch.from_numpy(batch.predict).to(self.device)
-        target = torch.from_numpy(batch.target).to(self.device)
+        is given; the entropy too where asked. `chosen`: what `chosen` gave for the same batch, if it was asked."""
         if support is not None:
             support = (support[0].to(self.device), support[1].to(self.device))
-        chosen, head = hidden.index_select(0, predict), self.head
-        if self.compute_dtype != torch.float32:  # products of bf16 values, summed in fp32, as in the engine
-            chosen, head = chosen.to(self.compute_dtype), head.to(self.compute_dtype)
-        return linear_logprob(
-            chosen,
-            head,
-            target,
+        return linear_logprob(  # products of values in the compute dtype, summed in fp32, as in the engine
+            self.chosen(batch) if chosen is None else chosen,
+            self.head,
+            torch.from_numpy(batch.target).to(self.device),
             temperature=temperature,
             entropy=entropy,
             support=support,

@@ -8,10 +8,9 @@ finite changes nothing; `state`/`load` continue exactly where they left off.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -24,18 +23,21 @@ from temper.common.errors import ConfigError
 from temper.kernels.flags import PolicyFlags
 from temper.kernels.policy_loss import Normalisers, PackedBatch, policy_loss
 from temper.kernels.reference import m2_cutoff
-from temper.learner import advantages, objectives
+from temper.learner import objectives
 from temper.learner.batching import Microbatch, plan, ragged
+from temper.learner.checkpoint import TENSORS
+from temper.learner.critic import Critic
 from temper.learner.inbox import GroupData, void_reason
 from temper.learner.objective_rules import resolve
 from temper.learner.optimizer import Optimizer, learning_rate
 from temper.learner.policy import Entropy, Policy, Support, bit_view
+from temper.learner.reference_policy import ReferencePolicy
 from temper.learner.report import Sums, describe
-from temper.learner.rows import Array, StepRows, collect, usable
+from temper.learner.rows import Array, StepRows, collect
+from temper.learner.signal import step_advantages
 from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BASELINE_RATE = 0.1  # of the domains' running mean rewards (advantage ema)
 ENTROPY_VOCABULARY = 8192  # up to this vocabulary the entropy is computed in every step; beyond it only where needed
 
 
@@ -75,6 +77,8 @@ class _Flat:
     prox: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     support: tuple[Array, Array] | None = None
+    value: torch.Tensor | None = None  # the critic's, at the start of the step
+    target: torch.Tensor | None = None  # what it should have been
 
 
 class Trainer:
@@ -95,7 +99,11 @@ class Trainer:
         self.steps_done = 0
         self.warm_steps_done = 0
         self.baselines: dict[str, float] = {}
-        self._reference: Policy | None = None
+        self.reference = ReferencePolicy(recipe.reference, recipe.objective.kl_coefficient)
+        self.critic: Critic | None = None
+        if self.objective.needs_critic:
+            size = self.policy.head.shape[1]
+            self.critic = Critic(size, recipe.critic, recipe.optimizer, self.policy.device)
 
     # ------------------------------------------------------------ steps
 
@@ -111,6 +119,7 @@ class Trainer:
             [group for group in groups if group.group_id not in void],
             version,
             pacing.max_token_lag,
+            overlong_filter=self.recipe.objective.overlong == "mask",
         )
         sums = Sums()
         describe(sums, data, groups, void)
@@ -119,9 +128,13 @@ class Trainer:
         updates = self.recipe.objective.updates_per_step
         rate = learning_rate(self.recipe.optimizer, self.steps_done, self.total_steps)
         sums.add(names.LEARNER_RATE, rate)
+        flags = replace(self.flags, kl_coefficient=self.reference.coefficient)
+        sums.add(names.LEARNER_KL_COEFFICIENT, flags.kl_coefficient)
         for number, update in enumerate(self._updates(data, flat, updates)):
-            self._update(data, flat, update, self.flags, sums, rate=rate, temperature=temperature, first=number == 0)
+            self._update(data, flat, update, flags, sums, rate=rate, temperature=temperature, first=number == 0)
         self.steps_done += 1
+        total, count = sums.values.get(names.LEARNER_KL_REFERENCE, (0.0, 0.0))
+        self.reference.after_step(self.policy, self.steps_done, total / count if count else None)
         sums.add(names.LEARNER_STEPS, 1)
         return StepReport(sums.values, void, [g.group_id for g in data.groups], time.perf_counter() - begun)
 
@@ -154,41 +167,30 @@ class Trainer:
         if demo:
             return flat
         objective = self.objective
-        if objective.needs_prox or objective.m2_tau < inf or objective.advantage == "vtrace":
+        if (
+            objective.needs_prox
+            or objective.m2_tau < inf
+            or objective.correction == "vtrace"
+            or objective.kl_reward
+            or self.critic is not None
+        ):
             flat.prox = self._evaluate(self.policy, data, flat, temperature)
         if objective.needs_reference:
-            if self._reference is None:
-                self._reference = self._frozen_copy()
-            flat.reference = self._evaluate(self._reference, data, flat, temperature)
-        flat.advantage = self._advantages(data, flat)
-        return flat
-
-    def _advantages(self, data: StepRows, flat: _Flat) -> torch.Tensor:
-        """f32[M]: the advantage of every trained token; moves the domains' running baselines (ema)."""
-        grouped = [
-            advantages.GroupRewards(
-                rewards=[sample.reward if usable(sample) else None for sample in group.samples],
-                lengths=[sample.generated for sample in group.samples],
-                components=[sample.components for sample in group.samples],
-                baseline=self.baselines.get(group.domain, 0.0),
-            )
-            for group in data.groups
-        ]
-        each = [value for row in advantages.advantages(self.objective, grouped) for value in row]
-        for group, rewards in zip(data.groups, grouped, strict=True):
-            mean = float(np.mean([r for r in rewards.rewards if r is not None]))
-            old = self.baselines.get(group.domain, mean)
-            self.baselines[group.domain] = old + BASELINE_RATE * (mean - old)
-        found = advantages.token_advantages(
-            self.objective,
-            torch.tensor([0.0 if value is None else value for value in each], dtype=torch.float64),
-            torch.ones(len(data.lag), dtype=torch.bool),
-            torch.from_numpy(data.cu_seqlens),
-            value=torch.tensor([v for row in advantages.group_means(grouped) for v in row], dtype=torch.float64),
-            d=None if flat.prox is None else (flat.prox - flat.mu).cpu(),
-            step_rewards=torch.from_numpy(data.token_reward) if data.token_reward.any() else None,
+            flat.reference = self._evaluate(self.reference.policy(self.policy), data, flat, temperature)
+        found = step_advantages(
+            objective,
+            self.recipe,
+            data,
+            self.baselines,
+            mu=flat.mu,
+            prox=flat.prox,
+            reference=flat.reference,
+            value=flat.value,
+            kl_coefficient=self.reference.coefficient,
         )
-        return found.to(self.policy.device)
+        flat.advantage = found.advantage.to(device)
+        flat.target = None if found.target is None else found.target.to(device)
+        return flat
 
     def _updates(self, data: StepRows, flat: _Flat, count: int) -> Iterator[_Update]:
         """Divide the step's groups, in order, among `count` optimiser steps."""
@@ -232,16 +234,30 @@ class Trainer:
         entropy: Entropy = "value" if self.policy.head.shape[0] <= ENTROPY_VOCABULARY else "none"
         if flags.entropy_coefficient != 0:
             entropy = "grad"
-        include = update.include if _always_active(flags) else _active(update.include, data, flat.advantage)
+        every = _always_active(flags) or flat.target is not None
+        include = update.include if every else _active(update.include, data, flat.advantage)
         self.optimizer.zero()
         for batch in plan(data.rows, self.recipe.optimizer.tokens_per_microbatch, include):
             packed = self._packed(batch, flat)
+            chosen = self.policy.chosen(batch)
             out = self.policy.logprobs(
-                batch, temperature=temperature, entropy=entropy, support=_support_of(batch, flat.support)
+                batch,
+                temperature=temperature,
+                entropy=entropy,
+                support=_support_of(batch, flat.support),
+                chosen=chosen,
             )
             loss, metrics = policy_loss(
                 packed, out.logprob, flags, update.normalisers, entropy=out.entropy, ahead=update.ahead
             )
+            if self.critic is not None and flat.value is not None and flat.target is not None:
+                index = torch.from_numpy(batch.flat).to(chosen.device)
+                values = self.critic.values(chosen)
+                extra, errors = self.critic.loss(
+                    values, flat.value[index], flat.target[index], update.normalisers.tokens
+                )
+                loss = loss + extra
+                sums.add(names.LEARNER_VALUE_LOSS, errors, float(len(batch.flat)))
             loss.backward()  # type: ignore[no-untyped-call]
             logprob = out.logprob.detach().float().cpu().numpy()
             seen[batch.flat] = logprob
@@ -253,6 +269,8 @@ class Trainer:
                 gap = np.abs(logprob - data.behaviour_logprob[batch.flat])
                 gap = gap[np.repeat(data.pure[batch.rows], np.diff(batch.cu_seqlens))]
                 sums.add(names.LEARNER_GAP, float(gap.sum()), float(len(gap)))
+        if flat.target is not None and self.critic is not None:
+            self.critic.update()
         done = self.optimizer.update(rate)
         sums.add(names.LEARNER_SKIPPED, 0.0 if np.isfinite(done.gradient_norm) else 1.0)
         if np.isfinite(done.gradient_norm):
@@ -276,16 +294,18 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, policy: Policy, data: StepRows, flat: _Flat, temperature: float) -> torch.Tensor:
-        """f32[M] log-probabilities of every trained token under `policy`, without gradient."""
+        """f32[M] log-probabilities of every trained token under `policy`, without gradient; the critic's values too."""
         found = torch.zeros_like(flat.mu)
         for batch in plan(data.rows, self.recipe.optimizer.tokens_per_microbatch):
-            out = policy.logprobs(batch, temperature=temperature, support=_support_of(batch, flat.support))
-            found[torch.from_numpy(batch.flat).to(found.device)] = out.logprob.float()
+            index = torch.from_numpy(batch.flat).to(found.device)
+            chosen = policy.chosen(batch)
+            support = _support_of(batch, flat.support)
+            out = policy.logprobs(batch, temperature=temperature, support=support, chosen=chosen)
+            found[index] = out.logprob.float()
+            if self.critic is not None and policy is self.policy:
+                flat.value = torch.zeros_like(flat.mu) if flat.value is None else flat.value
+                flat.value[index] = self.critic.values(chosen)
         return found
-
-    def _frozen_copy(self) -> Policy:
-        model = copy.deepcopy(self.policy.model).requires_grad_(False)
-        return Policy(model, compute_dtype=self.policy.compute_dtype)
 
     # ------------------------------------------------------------ weights and state
 
@@ -303,27 +323,31 @@ class Trainer:
         """(tensors, scalars): masters, optimiser, reference and RNG; counters and baselines. Views, not copies."""
         tensors = {f"model.{name}": p.detach() for name, p in self.policy.named_masters().items()}
         tensors |= {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
-        if self._reference is not None:
-            tensors |= {f"reference.{name}": p.detach() for name, p in self._reference.named_masters().items()}
+        reference, coefficient = self.reference.state()
+        tensors |= {f"reference.{name}": value for name, value in reference.items()}
+        if self.critic is not None:
+            tensors |= {f"critic.{name}": value for name, value in self.critic.state().items()}
         tensors["rng.torch"] = torch.get_rng_state()
         scalars = {
             "steps_done": self.steps_done,
             "warm_steps_done": self.warm_steps_done,
             "baselines": dict(self.baselines),
+            "kl_coefficient": coefficient,
         }
         return tensors, scalars
 
     def load(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> None:
         """Restore what `state` gave; ConfigError when it belongs to another model."""
-        parts: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}, "reference": {}, "rng": {}}
+        parts: dict[str, dict[str, torch.Tensor]] = {part: {} for part in TENSORS}
         for name, value in tensors.items():
             head, rest = name.split(".", 1)
             parts[head][rest] = value
         _copy_into(self.policy.named_masters(), parts["model"])
         self.optimizer.load(parts["optimizer"])
-        if parts["reference"]:
-            self._reference = self._frozen_copy()
-            _copy_into(self._reference.named_masters(), parts["reference"])
+        coefficient = float(scalars.get("kl_coefficient", self.recipe.objective.kl_coefficient))
+        _copy_into(self.reference.load(parts["reference"], coefficient, self.policy), parts["reference"])
+        if self.critic is not None:
+            self.critic.load(parts["critic"])
         torch.set_rng_state(parts["rng"]["torch"])
         self.steps_done = int(scalars["steps_done"])
         self.warm_steps_done = int(scalars["warm_steps_done"])

@@ -118,6 +118,8 @@ def test_choices_compose_freely() -> None:
     )
     assert flags.loglinear_prox and not row.needs_prox and flags.kl == "k3_weighted" and flags.veto == 1e-3
     assert resolve(config.Objective(name="vtrace", lam=0.9, gamma=0.99), ASYNC).lam == 0.9
+    taken_off = resolve(config.Objective(kl_coefficient=0.1, kl="reward"), ASYNC)
+    assert taken_off.kl == "none" and taken_off.kl_reward and taken_off.needs_reference
 
 
 def test_a_kl_in_the_loss_with_the_wrong_gradient_is_refused() -> None:
