@@ -99,6 +99,13 @@ SANDBOX_PROGRAMS = declare("sandbox/programs/finished_count", "programs", "count
 SANDBOX_RUNNING = declare("sandbox/jobs/running_count", "jobs", "gauge", "Jobs running.")
 SANDBOX_WALL = declare("sandbox/jobs/wall_seconds", "s", "counter", "Wall time of jobs, jails' starts included.")
 SANDBOX_CPU = declare("sandbox/programs/cpu_seconds", "s", "counter", "CPU time of programs.")
+SANDBOX_RERUNS = declare(
+    "sandbox/jobs/rerun_count", "jobs", "counter", "Answered jobs of a sampled share that were run a second time."
+)
+SANDBOX_FLAKY = declare(
+    "sandbox/jobs/flaky_count", "jobs", "counter", "Jobs whose second run had another outcome in some test."
+)
+SANDBOX_SESSIONS = declare("sandbox/sessions/open_count", "sessions", "gauge", "Sessions that live.")
 SANDBOX_JAILS = declare("sandbox/jails/started_count", "jails", "counter", "Jails started.")
 
 # ---------------------------------------------------------------- broker

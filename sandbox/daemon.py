@@ -11,6 +11,7 @@ import asyncio
 import time
 
 from temper.common import metrics
+from temper.common.domains import content_digest
 from temper.common.errors import ProtocolError
 from temper.common.log import log
 from temper.common.peer import Peer
@@ -19,6 +20,26 @@ from temper.common.schema import Holding, Job, JobCancel, JobDone, SandboxJob, V
 from temper.sandbox import verdicts
 from temper.sandbox.jail import Host
 from temper.sandbox.worker import Worker
+
+
+def read_job(frames: list[memoryview]) -> SandboxJob | Verdict:
+    """The job in `frames`, or the verdict on one that cannot be read."""
+    try:
+        job: SandboxJob = unpack_frames(frames, SandboxJob)
+    except ProtocolError as error:
+        log(f"a job that cannot be read: {error}")
+        return verdicts.infra(str(error))
+    return job
+
+
+def sampled(job: SandboxJob, share: float) -> bool:
+    """Whether a job is among the share that is run twice: by its id, so that no program can tell. Sessions never are."""
+    return job.session_id is None and content_digest(job.job_id) % 10_000 < share * 10_000
+
+
+def outcomes(verdict: Verdict) -> list[str]:
+    """What must be the same in every run."""
+    return [verdict.outcome, *(test.outcome for test in verdict.tests)]
 
 
 class SandboxDaemon(PeerDaemon):
@@ -67,6 +88,7 @@ class SandboxDaemon(PeerDaemon):
     def tick(self) -> None:
         self.meter.set(metrics.SANDBOX_RUNNING, len(self._jobs))
         if self._worker is not None:
+            self.meter.set(metrics.SANDBOX_SESSIONS, len(self._worker.sessions))
             self.meter.add(metrics.SANDBOX_JAILS, self._worker.take_started())
         super().tick()
 
@@ -88,19 +110,28 @@ class SandboxDaemon(PeerDaemon):
 
     async def _answer(self, job: Job, frames: list[memoryview]) -> None:
         started = time.monotonic()
-        verdict = await self._verdict(frames)
+        request = read_job(frames)
+        verdict = request if isinstance(request, Verdict) else await self._execute(request)
         wall_s = time.monotonic() - started
         self._count(verdict, wall_s)
         await self.peer.send(JobDone(job.job_id, verdict.outcome, wall_s), pack_frames(verdict))
+        if isinstance(request, SandboxJob) and verdict.outcome != "infra" and sampled(request, self.host.rerun_share):
+            self.spawn(self._run_again(request, verdict), f"second run of {job.job_id}")
 
-    async def _verdict(self, frames: list[memoryview]) -> Verdict:
+    async def _execute(self, request: SandboxJob) -> Verdict:
         assert self._worker is not None
-        try:
-            request = unpack_frames(frames, SandboxJob)
-        except ProtocolError as error:
-            log(f"a job that cannot be read: {error}")
-            return verdicts.infra(str(error))
         return await self._worker.execute(request)
+
+    async def _run_again(self, request: SandboxJob, first: Verdict) -> None:
+        """Same program, same seed: the same outcomes. What differs is counted, and logged for whoever must find out why."""
+        second = await self._execute(request)
+        if second.outcome == "infra":
+            return
+        self.meter.add(metrics.SANDBOX_RERUNS)
+        if outcomes(first) != outcomes(second):
+            self.meter.add(metrics.SANDBOX_FLAKY)
+            found = f"{outcomes(first)} ({first.detail}), then {outcomes(second)} ({second.detail})"
+            log(f"job {request.job_id} is flaky: {found}")
 
     def _count(self, verdict: Verdict, wall_s: float) -> None:
         self.meter.add(metrics.SANDBOX_JOBS)

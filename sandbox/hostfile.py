@@ -4,6 +4,7 @@
 python = "/opt/python3.12/bin/python3"   # interpreter inside the jails; default: the one that runs Temper
 preload = ["math", "numpy"]              # imported before the first program where jails are kept warm
 libraries = ["numpy"]                    # Python libraries of this host that programs may import (the default)
+rerun_share = 0.01                       # share of jobs that are run twice, to find flaky verdicts (the default)
 [sandbox.binds]                          # read-only, host path = path in the jail
 "/srv/data" = "/data"
 """
@@ -16,10 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from temper.common.errors import ConfigError
-from temper.sandbox.jail import PRELOAD, Host, Interpreter, find_nsjail
+from temper.sandbox.jail import PRELOAD, RERUN_SHARE, Host, Interpreter, find_nsjail
 from temper.sandbox.libraries import JUDGE_LIBRARIES, PROGRAM_LIBRARIES, find_libraries
 
-KEYS = {"python": str, "binds": dict, "preload": list, "libraries": list}
+KEYS: dict[str, type | tuple[type, ...]] = {
+    "python": str,
+    "binds": dict,
+    "preload": list,
+    "libraries": list,
+    "rerun_share": (int, float),
+}
 
 
 def load_host(file: Path | None = None) -> Host:
@@ -31,7 +38,9 @@ def load_host(file: Path | None = None) -> Host:
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(KEYS)}"
             raise ConfigError(f"{file}: unknown key sandbox.{key}; {hint}")
         if not isinstance(value, KEYS[key]):
-            raise ConfigError(f"{file}: sandbox.{key} is {value!r}, expected {KEYS[key].__name__}")
+            kind = KEYS[key]
+            name = kind.__name__ if isinstance(kind, type) else "a number"
+            raise ConfigError(f"{file}: sandbox.{key} is {value!r}, expected {name}")
     binds = section.get("binds", {})
     for source, target in binds.items():
         if (
@@ -53,6 +62,9 @@ def load_host(file: Path | None = None) -> Host:
         raise ConfigError(
             f"{file}: sandbox.libraries: {', '.join(missing)} cannot be imported by {python or 'this Python'}"
         )
+    rerun_share = section.get("rerun_share", RERUN_SHARE)
+    if not 0 <= rerun_share <= 1:
+        raise ConfigError(f"{file}: sandbox.rerun_share is {rerun_share}, expected a share of 0 to 1")
     return Host(
         find_nsjail(),
         Interpreter.of(python),
@@ -60,6 +72,7 @@ def load_host(file: Path | None = None) -> Host:
         tuple(preload),
         found,
         find_libraries(JUDGE_LIBRARIES, python),
+        float(rerun_share),
     )
 
 

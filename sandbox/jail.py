@@ -24,6 +24,7 @@ INIT = Path(__file__).with_name("init.py")
 INIT_IN_JAIL = "/opt/temper/init.pyc"
 CONTROL_FD = 3
 NOBODY = 65534
+RERUN_SHARE = 0.01
 PRELOAD = ("math", "random", "re", "collections", "itertools", "functools", "heapq", "bisect", "string", "operator")
 PRELOAD_OF = {"numpy": ("numpy", "numpy.random", "numpy.linalg")}  # what a library imports late
 
@@ -112,6 +113,7 @@ class Host:
     preload: tuple[str, ...] = PRELOAD
     libraries: Mapping[str, Path] = field(default_factory=dict)
     judge_libraries: Mapping[str, Path] = field(default_factory=dict)
+    rerun_share: float = RERUN_SHARE  # of the jobs are run a second time, to find flaky verdicts
 
     @classmethod
     def here(cls, python: str | None = None) -> Host:

@@ -43,6 +43,7 @@ class Broker:
         self.verdicts: asyncio.Queue[tuple[str, Verdict]] = asyncio.Queue()
         self.goodbyes: asyncio.Queue[Goodbye] = asyncio.Queue()
         self.counted: dict[str, float] = {}
+        self.ticked = asyncio.Event()
         self.routers = [self._router("control"), self._router("bulk")]
 
     def _router(self, kind: str) -> Router:
@@ -65,6 +66,7 @@ class Broker:
             elif isinstance(body, Metrics):
                 for name, value in body.counters.items():
                     self.counted[name] = self.counted.get(name, 0.0) + value
+                self.ticked.set()
             if delivery.sequence:
                 self.routers[0].acknowledge(delivery.peer, delivery.sequence)
 
@@ -201,3 +203,23 @@ def test_without_nsjail_it_exits_4_with_one_message(tmp_path: Path) -> None:
     _, text = process.communicate(timeout=30)
     assert process.returncode == 4
     assert "TEMPER_NSJAIL is /nowhere/nsjail" in text and "Traceback" not in text and len(text.splitlines()) == 1
+
+
+def test_a_flaky_program_is_found_by_running_it_again(tmp_path: Path) -> None:
+    host = tmp_path / "host.toml"
+    host.write_text("[sandbox]\nrerun_share = 1.0\n")
+
+    async def story(broker: Broker, peer: bytes, process: subprocess.Popen[str]) -> None:
+        coin = "import os; raise SystemExit(os.urandom(1)[0] % 2)"
+        for i in range(3):
+            broker.hand_out(peer, f"steady{i}", "print(1)", [])
+            broker.hand_out(peer, f"flaky{i}", coin, [TestCase()] * 24)
+        for _ in range(6):
+            await broker.verdicts.get()
+        while broker.counted.get("sandbox/jobs/rerun_count", 0) < 6:
+            await broker.ticked.wait()
+            broker.ticked.clear()
+        assert broker.counted["sandbox/jobs/flaky_count"] == 3
+
+    text = with_daemon(tmp_path, story, "--slots", "2", "--host", str(host))
+    assert text.count("is flaky") == 3 and "steady" not in "".join(x for x in text.splitlines() if "is flaky" in x)
