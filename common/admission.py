@@ -18,6 +18,7 @@ from temper.common.sockets import domain_of
 from zmq.utils import z85
 
 ENDPOINT = "inproc://zeromq.zap.01"
+LOG_EVERY_S = 5.0
 
 
 class AllowList:
@@ -51,6 +52,8 @@ class Admission:
     def __init__(self) -> None:
         self._lists: dict[str, AllowList] = {}
         self._users = 0
+        self._refusals = 0
+        self._log_at = 0.0
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -61,6 +64,9 @@ class Admission:
     @classmethod
     def of(cls, keys: BrokerKeys) -> Admission:
         """The handler, now also for the folder of `keys`."""
+        if cls._current is not None and cls._current._loop.is_closed():
+            cls._current._socket.close(linger=0)  # left over from a loop that ended without `leave`
+            cls._current = None
         if cls._current is None:
             cls._current = cls()
         current = cls._current
@@ -103,3 +109,13 @@ class Admission:
             f"a connection from {address.decode('ascii', 'replace')} was refused: its key {public or '?'} is not allowed"
         )
         return [b"1.0", request_id, b"400", b"key not allowed", b"", b""]
+
+    def _log_refusal(self, address: str, public: str) -> None:
+        """One line in `LOG_EVERY_S`: whoever knocks often must not fill the disk."""
+        self._refusals += 1
+        now = self._loop.time()
+        if now < self._log_at:
+            return
+        more = f" ({self._refusals} since the last such line)" if self._refusals > 1 else ""
+        log(f"a connection from {address} was refused: its key {public or '?'} is not allowed{more}")
+        self._refusals, self._log_at = 0, now + LOG_EVERY_S

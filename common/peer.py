@@ -141,13 +141,10 @@ class Peer:
         """Wait until everything reliable is acknowledged. PeerLost after `timeout_s`, or when the broker is lost."""
         if all(side.session.settled for side in self._sides):
             return
-        if self._settled is None:
-            self._settled = self._loop.create_future()
-        done = first(self._settled, self.lost)
-        await wait_for(f"broker at {self.address}: acknowledgements", done, timeout_s)
-        if not self._settled.done():
+        settled = self._settled = self._settled or self._loop.create_future()
+        await wait_for(f"broker at {self.address}: acknowledgements", first(settled, self.lost), timeout_s)
+        if not settled.done():
             raise self.fault or PeerLost("the connection was closed")
-        self._settled = None
 
     def beat(self, state: State, progress: str = "", waiting_for: str = "", version: Version | None = None) -> None:
         """What the next heartbeats say. The age of the progress counts from when `progress` last changed."""
@@ -224,8 +221,9 @@ class Peer:
 
     def settled(self) -> None:
         """One socket has nothing under way; completes `flush` when none has."""
-        if self._settled is not None and not self._settled.done() and all(s.session.settled for s in self._sides):
+        if self._settled is not None and all(side.session.settled for side in self._sides):
             self._settled.set_result(None)
+            self._settled = None
 
     def _side(self, body: Body) -> Side:
         if self.over:

@@ -17,6 +17,8 @@ from temper.common.log import clean, emit, log
 PARENT_VARIABLE = "TEMPER_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 BLOCKED_S = 2.0
+ORPHANED_S = 10.0
+ORPHAN_EXIT = 3
 
 
 def follow_parent() -> None:
@@ -95,7 +97,10 @@ def _busy_threads() -> list[str]:
 
 
 class BlockedLoopWatch:
-    """Notices, from a thread, that the event loop stands still, and logs where. `beat` is called from the loop."""
+    """Notices, from a thread, that the event loop stands still, and logs where. `beat` is called from the loop.
+
+    A daemon that is still there `ORPHANED_S` after its parent died, because its loop cannot drain, is ended from here.
+    """
 
     def __init__(self) -> None:
         self._beats = 0
@@ -114,8 +119,12 @@ class BlockedLoopWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        seen, blocked_s = self._beats, 0.0
+        seen, blocked_s, orphaned_s = self._beats, 0.0, 0.0
         while not self._stopped.wait(BLOCKED_S):
+            orphaned_s = orphaned_s + BLOCKED_S if orphaned() else 0.0
+            if orphaned_s >= ORPHANED_S:
+                log(f"the process that started this one has been gone for {orphaned_s:.0f} s; exiting at once")
+                os._exit(ORPHAN_EXIT)
             if self._beats != seen:
                 seen, blocked_s = self._beats, 0.0
                 continue

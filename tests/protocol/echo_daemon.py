@@ -67,7 +67,9 @@ class Behaviour(Daemon):
             self.stall_timeout_s = 0.5
             self.progress("step 3")
         if self.mode == "blocked":
-            block()
+            block(5)
+        if self.mode == "stuck":
+            block(60)
         if self.mode == "thread":
             asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)
             await asyncio.sleep(0)
@@ -90,9 +92,9 @@ class Behaviour(Daemon):
             await asyncio.Event().wait()
 
 
-def block() -> None:
+def block(seconds: float) -> None:
     """Keep the event loop."""
-    time.sleep(5)
+    time.sleep(seconds)
 
 
 if __name__ == "__main__":

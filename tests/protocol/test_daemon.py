@@ -109,7 +109,8 @@ def test_a_task_that_will_not_be_cancelled_does_not_keep_the_process(kit: Any) -
     assert "main did not end within 5 s of being cancelled" in err
 
 
-def test_no_daemon_outlives_its_parent(kit: Any) -> None:
+def orphan(mode: str) -> tuple[str, str]:
+    """Start a daemon below a parent that dies at once; what both wrote until both were gone."""
     script = (
         "import os, subprocess, sys\n"
         "child = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, text=True,\n"
@@ -117,14 +118,25 @@ def test_no_daemon_outlives_its_parent(kit: Any) -> None:
         "print(child.stdout.readline(), end='', flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    daemon = [sys.executable, "-P", os.path.join(os.path.dirname(__file__), "echo_daemon.py"), "idle"]
+    daemon = [sys.executable, "-P", os.path.join(os.path.dirname(__file__), "echo_daemon.py"), mode]
     parent = subprocess.Popen(
         [sys.executable, "-P", "-c", script, *daemon], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    out, err = parent.communicate(timeout=20)  # returns when the daemon, too, has closed stderr
+    out, err = parent.communicate(timeout=40)  # returns when the daemon, too, has closed stderr
     assert parent.returncode == -signal.SIGKILL
+    return out, err
+
+
+def test_no_daemon_outlives_its_parent(kit: Any) -> None:
+    out, err = orphan("idle")
     assert out.startswith("READY actor-9")
     assert "draining because of the process that started this one is gone" in err
+
+
+def test_a_daemon_that_cannot_drain_does_not_outlive_its_parent_for_long(kit: Any) -> None:
+    out, err = orphan("stuck")
+    assert out.startswith("READY actor-9")
+    assert "the process that started this one has been gone for 10 s; exiting at once" in err
 
 
 def test_a_daemon_whose_parent_is_gone_already_does_not_start(kit: Any) -> None:
