@@ -77,8 +77,8 @@ class ControlDesk:
                 self.router.refuse(peer, "malformed", str(error))
                 taken.pop(peer, None)
                 continue
-            if delivery.header.sequence:
-                taken[peer] = delivery.header.sequence
+            if delivery.sequence:
+                taken[peer] = delivery.sequence
         self.settle(taken)
 
     def take(self, event: ev.Event) -> list[ev.Action]:
@@ -86,6 +86,13 @@ class ControlDesk:
         actions = self.core.on(event, time.monotonic())
         self._actions += actions
         return actions
+
+    def _take_one(self, event: ev.SamplesArrived) -> ev.Store | ev.Ignore | ev.RefuseAttempt:
+        """Tell the core of samples: the first action says what becomes of them, the others follow with `settle`."""
+        first, *others = self.core.on(event, time.monotonic())
+        assert isinstance(first, ev.Store | ev.Ignore | ev.RefuseAttempt)
+        self._actions += others
+        return first
 
     def settle_soon(self) -> None:
         """Have `settle` called in the next loop turn."""
@@ -148,7 +155,7 @@ class ControlDesk:
             case schema.Job():
                 if self.guests.role(key) in ("actor", "eval"):
                     self._jobs.setdefault(body.job_id, (delivery.raw_meta, delivery.frames))
-                self.take(ev.Received(key, body, delivery.header.size))
+                self.take(ev.Received(key, body, delivery.size))
             case schema.JobDone():
                 self._verdicts[body.job_id] = delivery.frames
                 self.take(ev.Received(key, body))
@@ -157,7 +164,7 @@ class ControlDesk:
             case schema.StatusRequest():
                 self.router.send(delivery.peer, schema.StatusReport(), [self._status()])
             case schema.Goodbye():
-                self.router.acknowledge(delivery.peer, delivery.header.sequence)
+                self.router.acknowledge(delivery.peer, delivery.sequence)
                 self.router.forget(delivery.peer, "goodbye")
                 self.left(delivery.peer, f"goodbye ({body.reason})", clean=body.exit_code == 0)
             case _:
@@ -174,15 +181,16 @@ class ControlDesk:
             self._actions.append(ev.RefuseAttempt(key, lease_id, attempt, str(error)))
             self.take(ev.Received(key, schema.Return(lease_id, attempt, "task", str(error))))
             return
-        nbytes = delivery.header.size - len(delivery.raw_meta)
-        for action in self.take(ev.SamplesArrived(key, lease_id, attempt, tuple(body.samples), nbytes)):
-            if isinstance(action, ev.Store):
-                stored = self.ledger.accept(body, delivery.frames)
-                if not isinstance(stored, Accepted):
-                    raise AssertionError(f"the ledger does not agree with the core about lease {lease_id}: {stored}")
-                self.samples["accepted"] += count
-            elif isinstance(action, ev.RefuseAttempt) and action.lease_id == lease_id:
-                self.samples["refused"] += count
+        nbytes = delivery.size - len(delivery.raw_meta)
+        verdict = self._take_one(ev.SamplesArrived(key, lease_id, attempt, tuple(body.samples), nbytes))
+        if isinstance(verdict, ev.Store):
+            stored = self.ledger.accept(body, delivery.frames, nbytes)
+            if not isinstance(stored, Accepted):
+                raise AssertionError(f"the ledger does not agree with the core about lease {lease_id}: {stored}")
+            self.samples["accepted"] += count
+        elif isinstance(verdict, ev.RefuseAttempt):
+            self.samples["refused"] += count
+            self._actions.append(verdict)
 
     def left(self, peer: PeerId, reason: str, clean: bool = False) -> None:
         """The peer is gone: `gone` is told, its leases and jobs go out again."""

@@ -80,6 +80,10 @@ class BrokerCore(RunState):
     def on(self, event: Event, now: float) -> list[Action]:
         """Take one event at time `now` (seconds, monotonic); returns what has to be done, in order."""
         actions = self._take(event, now)
+        if isinstance(event, SamplesArrived):
+            lease = self.leases.leases.get(event.lease_id)
+            if lease is not None and lease.out:
+                return actions  # one part of a group: nobody's turn comes of it
         actions += self._learning.deliver()
         actions += self._issuing.issue(now)
         if self.jobs.jobs:

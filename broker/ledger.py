@@ -100,16 +100,21 @@ class Ledger:
 
     # ------------------------------------------------------------ taking in
 
-    def accept(self, samples: Samples, frames: Sequence[Any]) -> Accepted | Duplicate | Refused:
-        """Take validated samples; durable with the next `commit`, readable at once."""
+    def accept(
+        self, samples: Samples, frames: Sequence[Any], nbytes: int | None = None
+    ) -> Accepted | Duplicate | Refused:
+        """Take validated samples; durable with the next `commit`, readable at once. `nbytes` of the frames, if known."""
         lease_id = samples.lease_id
-        indices = [sample.index for sample in samples.samples]
-        have = self.payloads.indices(lease_id)
-        if have.issuperset(indices):
-            return Duplicate()
-        if not have.isdisjoint(indices) or len(set(indices)) != len(indices):
-            return Refused(f"samples {indices} of lease {lease_id}: {sorted(have)} are there already")
-        number = self.payloads.add(lease_id, SamplePart(samples.samples, samples.arrays), frames)
+        indices = tuple([sample.index for sample in samples.samples])
+        have = self.payloads.have.get(lease_id)
+        if have is not None and not have.isdisjoint(indices):
+            if have.issuperset(indices):
+                return Duplicate()
+            return Refused(f"samples {list(indices)} of lease {lease_id}: {sorted(have)} are there already")
+        if len(indices) > 1 and len(set(indices)) != len(indices):
+            return Refused(f"samples {list(indices)} of lease {lease_id}: an index appears twice")
+        part = SamplePart(samples.samples, samples.arrays)
+        number = self.payloads.add(lease_id, part, indices, frames, nbytes)
         self._indices += [(lease_id, index, number) for index in indices]
         return Accepted(number)
 
@@ -169,7 +174,7 @@ class Ledger:
         for values in self._db.execute("SELECT * FROM leases"):
             lease = rows.lease_of(values)
             if lease.lease_id in groups:
-                lease.have = self.payloads.indices(lease.lease_id)
+                lease.have = set(self.payloads.have.get(lease.lease_id, ()))
                 leases.append(lease)
         letters = [rows.letter_of(values) for values in self._db.execute(rows.DEAD_LETTERS)]
         return Restored(state, leases, list(groups.values()), letters[::-1])

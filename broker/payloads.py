@@ -37,6 +37,7 @@ class PayloadStore:
         self.cache_bytes = cache_bytes
         self.cached_bytes = 0
         self.parts: dict[int, list[Part]] = {}
+        self.have: dict[int, set[int]] = {}  # sample indices that are here, by lease
         self._cache: OrderedDict[Key, Payload] = OrderedDict()
         self._unwritten: OrderedDict[Key, Part] = OrderedDict()
         self._unneeded: list[Ref] = []
@@ -45,21 +46,28 @@ class PayloadStore:
         """At start: (lease, indices, place) of every part that the ledger names, in order."""
         for lease_id, indices, ref in rows:
             self.parts.setdefault(lease_id, []).append(Part(indices, ref.length, ref))
+            self.have.setdefault(lease_id, set()).update(indices)
         self.segments.adopt(part.ref for parts in self.parts.values() for part in parts if part.ref is not None)
 
-    def indices(self, lease_id: int) -> set[int]:
-        """Sample indices that are here."""
-        return {index for part in self.parts.get(lease_id, ()) for index in part.indices}
-
-    def add(self, lease_id: int, part: SamplePart, frames: Sequence[Any]) -> int:
-        """Keep one message's samples; returns the number of the part."""
-        parts = self.parts.setdefault(lease_id, [])
+    def add(
+        self,
+        lease_id: int,
+        part: SamplePart,
+        indices: tuple[int, ...],
+        frames: Sequence[Any],
+        nbytes: int | None = None,
+    ) -> int:
+        """Keep one message's samples; returns the number of the part. `nbytes` of the frames, if known."""
+        parts = self.parts.get(lease_id)
+        if parts is None:
+            parts, self.have[lease_id] = self.parts.setdefault(lease_id, []), set()
+        self.have[lease_id].update(indices)
         key = (lease_id, len(parts))
-        nbytes = _nbytes(frames)
-        parts.append(Part(tuple(sample.index for sample in part.samples), nbytes))
+        kept = Part(indices, _nbytes(frames) if nbytes is None else nbytes)
+        parts.append(kept)
         self._cache[key] = (part, frames)
-        self._unwritten[key] = parts[-1]
-        self.cached_bytes += nbytes
+        self._unwritten[key] = kept
+        self.cached_bytes += kept.nbytes
         return key[1]
 
     def write(self, everything: bool) -> list[tuple[Key, Part]]:
@@ -74,7 +82,8 @@ class PayloadStore:
             part.ref = self.segments.append(key[0], pack_meta(meta), frames)
             written.append((key, part))
             if not everything:
-                self._uncache(key)
+                del self._cache[key]
+                self.cached_bytes -= part.nbytes
         self.segments.flush()
         return written
 
@@ -84,7 +93,8 @@ class PayloadStore:
             if self.cached_bytes <= self.cache_bytes:
                 return
             if key not in self._unwritten:
-                self._uncache(key)
+                del self._cache[key]
+                self.cached_bytes -= self.parts[key[0]][key[1]].nbytes
 
     def read(self, lease_id: int) -> list[Payload]:
         """The parts of a group in order of arrival: their metas and array frames."""
@@ -101,10 +111,12 @@ class PayloadStore:
     def release(self, lease_id: int) -> bool:
         """These samples are not needed any more; False if there are none."""
         parts = self.parts.pop(lease_id, None)
+        self.have.pop(lease_id, None)
         for number, part in enumerate(parts or ()):
             key = (lease_id, number)
             self._unwritten.pop(key, None)
-            self._uncache(key)
+            if self._cache.pop(key, None) is not None:
+                self.cached_bytes -= part.nbytes
             if part.ref is not None:
                 self._unneeded.append(part.ref)
         return parts is not None
@@ -113,11 +125,6 @@ class PayloadStore:
         """Remove segments that nothing needs: call when the transaction that no longer names them is durable."""
         self.segments.release(self._unneeded)
         self._unneeded = []
-
-    def _uncache(self, key: Key) -> None:
-        payload = self._cache.pop(key, None)
-        if payload is not None:
-            self.cached_bytes -= _nbytes(payload[1])
 
 
 def _nbytes(frames: Sequence[Any]) -> int:

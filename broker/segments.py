@@ -63,15 +63,13 @@ class SegmentLog:
         """Queue a record for the next `flush`; its place is known at once."""
         if self._file < 0 or self._size >= self.segment_bytes:
             self._roll()
-        views = [memoryview(frame).cast("B") for frame in frames]
-        head = _HEAD.pack(lease_id, len(meta), len(views))
-        lengths = struct.pack(f"<{len(views)}Q", *(view.nbytes for view in views))
-        checksum = 0
-        parts: list[Any] = [head, lengths, meta, *views]
-        for part in parts:
-            checksum = zlib.crc32(part, checksum)
-        parts.insert(0, _PREFIX.pack(MAGIC, checksum))
-        length = sum(memoryview(part).nbytes for part in parts)
+        lengths = [len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames]
+        head = _HEAD.pack(lease_id, len(meta), len(lengths)) + struct.pack(f"<{len(lengths)}Q", *lengths) + meta
+        checksum = zlib.crc32(head)
+        for frame in frames:
+            checksum = zlib.crc32(frame, checksum)
+        parts: list[Any] = [_PREFIX.pack(MAGIC, checksum) + head, *frames]
+        length = _PREFIX.size + len(head) + sum(lengths)
         ref = Ref(self._current, self._size, length)
         self._pending += parts
         self._size += length
