@@ -5,7 +5,7 @@ domains = ["temper.actor.domains.reverse", "my_package.my_domain"]   # default: 
 slots = 16                                                           # default: the recipe's leases_in_flight
 
 [actor.sglang]
-python = "/opt/sglang/bin/python"   # of SGLang's own environment
+python = "/opt/sglang/bin/python"   # default: what `temper engine install` made
 flags = ["--tp-size", "2"]          # appended to the server's command line
 environment = { OMP_NUM_THREADS = "4" }
 cpu = false                         # true: run it without a GPU

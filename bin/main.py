@@ -42,6 +42,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("plot", "temper.cli.plot", "draw a run's curve to a PNG or SVG file"),
     Command("export", "temper.cli.export", "the trained model of a run as a folder that transformers loads"),
     Command("weights", "temper.cli.weights", "show, verify or export the versions of a run's weight log"),
+    Command("engine", "temper.cli.engine", "install SGLang into its own environment; show what is installed"),
     Command("keys", "temper.cli.keys", "make and show the keys for daemons on several machines"),
     Command("broker", "temper.broker.__main__", "start the broker alone; it alone takes the recipe"),
     Command("learner", "temper.learner.__main__", "start the learner alone"),

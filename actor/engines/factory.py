@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from temper.actor.engines.base import Engine
 from temper.actor.engines.embedded import EmbeddedEngine
+from temper.actor.engines.sglang_home import completed
 from temper.actor.engines.sglang_process import ServerShape, SglangHost
 from temper.common.config import Recipe
 from temper.common.errors import ConfigError
@@ -23,6 +24,7 @@ async def make_engine(recipe: Recipe, files: Mapping[str, bytes], host: SglangHo
         raise ConfigError(f"the model bundle has no usable config.json: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"config.json of the bundle holds {type(config).__name__}, expected an object")
+    host = completed(host)
     if chosen(recipe, host) == "sglang":
         return await _sglang(recipe, files, config, host)
     return EmbeddedEngine(
@@ -41,8 +43,8 @@ def chosen(recipe: Recipe, host: SglangHost) -> str:
     kind = recipe.engine.kind
     if kind == "sglang" and not host.python:
         raise ConfigError(
-            "engine.kind = sglang, but this host names no SGLang: start the actor with --host FILE holding"
-            ' [actor.sglang] python = "/path/to/its/venv/bin/python" (and cpu = true without a GPU)'
+            "engine.kind = sglang, but this host has none: run `temper engine install --cpu` (or --cuda), or start the"
+            ' actor with --host FILE holding [actor.sglang] python = "/path/to/its/venv/bin/python"'
         )
     if kind != "auto":
         return kind

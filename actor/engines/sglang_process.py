@@ -100,7 +100,7 @@ class ServerProcess:
         except OSError as error:
             raise EnvironmentFault(
                 f"SGLang's interpreter {self.host.python!r} can't be run ({error.strerror}): make its environment with"
-                " `bin/temper engine install` and name its python in the host file, [actor.sglang] python = ..."
+                " `temper engine install`, or name its python in the host file, [actor.sglang] python = ..."
             ) from error
         log(f"sglang: started (pid {self._process.pid}), log {self.log_path}")
 
