@@ -60,7 +60,7 @@ class Reasoning(SingleTurn):
         """Strictly extracted, then scored by reasoning-gym; correct means a score of at least 1."""
         level, entry = task.private
         answer = extract(completion.text)
-        value = float(self.datasets[level].score_answer(answer, entry)) if answer else 0.0
+        value = self._value(level, answer, entry) if answer else 0.0
         correct = value >= 1.0 and completion.finish_reason == "stop"
         return Score(float(correct), correct, {"scorer": value}, outcome="ok" if correct else "wrong")
 
@@ -68,6 +68,17 @@ class Reasoning(SingleTurn):
         """The entry's own answer as the prompt's style expects it."""
         answer = str(task.private[1]["answer"])
         return f" {answer}\n" if self.style == "few_shot" else answer
+
+    def _value(self, level: int, answer: str, entry: Mapping[str, Any]) -> float:
+        """The scorer's value. Some scorers raise on text that they cannot parse: that is a wrong answer, as long as the
+        same scorer takes the entry's own answer; one that does not is broken, and its error goes on."""
+        score = self.datasets[level].score_answer
+        try:
+            return float(score(answer, entry))
+        except Exception:
+            if float(score(extract(str(entry["answer"])), entry)) < 1.0:
+                raise
+            return 0.0
 
     def _key(self, entry: Mapping[str, Any]) -> str:
         return f"{self.name} {entry['question']}"

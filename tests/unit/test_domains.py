@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,18 @@ def test_code_is_judged_by_its_verdict_and_infra_is_no_reward(name: str) -> None
         (job,) = grader.jobs
         assert job.tests[0].expected is not None
         assert job.tests[0].expected not in job.files["main.py"]
+
+
+def test_an_answer_that_the_scorer_cannot_parse_is_wrong_and_a_broken_scorer_is_an_error() -> None:
+    domain = reasoning.make({"dataset": "prime_factorization", "levels": [{"min_value": 2, "max_value": 30}]})
+    task = domain.tasks("train", 0, 3)
+    score = asyncio.run(domain.score(task, completion(" 2 \u2236 3\n"), NoGrader()))
+    assert score.reward == 0.0
+    assert score.correct is False
+    level, entry = task.private
+    broken = replace(task, private=(level, {**entry, "answer": "?"}))
+    with pytest.raises(ValueError, match="invalid literal"):
+        asyncio.run(domain.score(broken, completion(" none\n"), NoGrader()))
 
 
 def test_the_expected_output_is_what_the_demonstration_prints() -> None:

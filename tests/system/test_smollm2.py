@@ -1,0 +1,47 @@
+"""The real model on real tasks through real daemons, in its shortest form."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temper.common import reports
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+SHORT = (
+    "--run.max_steps=2",
+    "--pacing.groups_per_step=8",
+    "--pacing.samples_per_group=4",
+    "--eval.tasks_per_domain=2",
+)
+
+
+def test_the_shipped_model_trains_on_every_domain(tmp_path: Path, audit: Any) -> None:
+    run_dir = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "temper.cli.main", "run", "smollm2", "--run", str(run_dir), *SHORT],
+        capture_output=True,
+        text=True,
+        timeout=850,
+        check=False,
+    )
+    logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted((run_dir / "logs").glob("*.log")))
+    assert done.returncode == 0, f"{done.stderr[-3000:]}\n{logs}"
+    summary = reports.read_summary(run_dir)
+    assert summary is not None
+    assert summary.steps == 2
+    assert set(summary.domains) == {"addition", "letter_counting", "gcd", "syllogism", "arithmetic", "functions"}
+    assert all(row.accuracy_after is not None for row in summary.domains.values()), summary.domains
+    assert audit(run_dir)["trained"] == 2 * 8
+    steps = [line for line in reports_of(run_dir) if line.kind == "step"]
+    assert all(line.loss is not None for line in steps)
+
+
+def reports_of(run_dir: Path) -> list[reports.Progress]:
+    """The learner's progress lines."""
+    path = run_dir / reports.PROGRESS_FILE
+    return [reports.decode(line, reports.Progress, str(path)) for line in path.read_bytes().splitlines()]
