@@ -48,6 +48,7 @@ class Broker(Daemon):
         self.core = BrokerCore(recipe)
         self.meter = Meter("broker")
         self.started = time.monotonic()
+        self.trim_every_s = 30.0
         self._seen: dict[str, float] = {}
         self._joins: list[tuple[PeerId, Hello]] = []
         self._serving = False

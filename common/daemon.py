@@ -29,7 +29,16 @@ import uvloop
 from temper.common import waiting
 from temper.common.errors import TemperError
 from temper.common.log import log, name_process
-from temper.common.process import BlockedLoopWatch, expected, follow_parent, leave_within, leaves, orphaned, report
+from temper.common.process import (
+    BlockedLoopWatch,
+    expected,
+    follow_parent,
+    give_memory_back,
+    leave_within,
+    leaves,
+    orphaned,
+    report,
+)
 from temper.common.schema import State, Version
 
 T = TypeVar("T")
@@ -50,6 +59,8 @@ class Daemon:
         self.version: Version | None = None
         self.drain_timeout_s = drain_timeout_s
         self.stall_timeout_s = float("inf")
+        self.trim_every_s = float("inf")  # how often freed memory is returned to the system
+        self._trim_at = 0.0
         self.last_progress = ""
         self._progress_at = time.monotonic()
         self._waits: dict[int, tuple[str, float]] = {}
@@ -237,7 +248,11 @@ class Daemon:
         self.pulse()
         if self.state in ("READY", "DRAINING"):
             self.tick()
-        age_s = time.monotonic() - self._progress_at
+        now = time.monotonic()
+        if now >= self._trim_at + self.trim_every_s:
+            self._trim_at = now
+            asyncio.get_running_loop().run_in_executor(None, give_memory_back)
+        age_s = now - self._progress_at
         if self.last_progress and not self._waits and self.state == "READY" and age_s > self.stall_timeout_s:
             self.fail(TemperError(f"no progress for {age_s:.0f} s; the last was: {self.last_progress}"))
 

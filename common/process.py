@@ -72,6 +72,16 @@ def report(role: str, error: BaseException) -> int:
     return 1
 
 
+def give_memory_back() -> None:
+    """Return freed memory to the system (glibc keeps it otherwise, in the I/O thread's arena above all).
+
+    Takes about half a millisecond a freed MiB, without the interpreter's lock: call it in a thread. No-op elsewhere.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def leave_within(seconds: float, code: int) -> None:
     """Once the interpreter begins to shut down, give its threads `seconds`, then exit with `code` whatever hangs.
 

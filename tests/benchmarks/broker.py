@@ -33,6 +33,7 @@ ACK_BYTES = 4 * MEBIBYTE
 BODY = pack_meta(Samples(5, 1, 7, [SampleMeta(0, "stop", 1.0, True, {"exact": 1.0}, "ok", [(7, 1, 16)])], []))
 CREDIT = 2**40
 CONSUMER_WINDOW = 4096
+CONSUMER_BYTES = 64 * MEBIBYTE
 
 
 # ---------------------------------------------------------------- the relays, each in its own process
@@ -60,21 +61,35 @@ async def pump(folder: str, messages: int) -> dict[str, float]:
         if count == 0:
             begun = (time.process_time(), time.perf_counter())
         last: dict[bytes, int] = {}
+        amount: dict[bytes, tuple[int, int]] = {}
         for d in deliveries:
             router.forward(consumer, d.kind, d.raw_meta, d.frames)
             last[d.peer] = d.sequence
+            already = amount.get(d.peer, (0, 0))
+            amount[d.peer] = (already[0] + 1, already[1] + d.size)
+        room = router.backlog(consumer)[0] == 0
         for peer, sequence in last.items():
-            router.acknowledge(peer, sequence)
+            if not room:  # the consumer has stopped: so do the producers
+                before = held.get(peer, (0, 0))
+                held[peer] = (before[0] + amount[peer][0], before[1] + amount[peer][1])
+            router.acknowledge(peer, sequence, release=room)
         count += len(deliveries)
         if count >= messages and not over.done():
             over.set_result((time.process_time() - begun[0], time.perf_counter() - begun[1]))
 
+    def on_room(peer: bytes) -> None:
+        while held:
+            producer, (number, size) = held.popitem()
+            router.release(producer, number, size)
+
+    held: dict[bytes, tuple[int, int]] = {}
     router = Router(
         f"ipc://{folder}/relay",
         "control",
         on_batch,
         lambda peer, reason: print(f"peer closed: {reason}", file=sys.stderr),
         welcome=welcome,
+        on_room=on_room,
         lazy=frozenset({Samples.KIND}),
     )
     print("bound", flush=True)
@@ -116,7 +131,7 @@ class Line:
         self.socket.connect(f"ipc://{folder}/relay/{name}.sock")
         if plain:
             return
-        hello = Hello(role, role, "token", limit_messages=CONSUMER_WINDOW, limit_bytes=CREDIT)
+        hello = Hello(role, role, "token", limit_messages=CONSUMER_WINDOW, limit_bytes=CONSUMER_BYTES)
         self.socket.send_multipart(encode(Hello.KIND, pack_meta(hello), epoch=EPOCH))
         while self.limit == CREDIT:
             self.take(block=True)
@@ -183,7 +198,7 @@ def consume(folder: str, plain: bool, name: str, messages: int) -> dict[str, flo
         latencies.append(now - int.from_bytes(parts[-1][:8], "little"))
         if not plain and (count - acknowledged == ACK_EVERY or size - acknowledged_bytes >= ACK_BYTES):
             acknowledged, acknowledged_bytes = count, size
-            ack = pack_meta(Ack(count, count + CONSUMER_WINDOW, CREDIT))
+            ack = pack_meta(Ack(count, count + CONSUMER_WINDOW, size + CONSUMER_BYTES))
             line.socket.send_multipart(encode(Ack.KIND, ack, epoch=EPOCH), zmq.NOBLOCK)
     latencies.sort()
     seconds = (time.monotonic_ns() - first) / 1e9
