@@ -86,7 +86,7 @@ class Cell:
 
     def _on_control(self) -> None:
         try:
-            data, ancillary, _, _ = self._control.recvmsg(64, _ANCILLARY)
+            data, ancillary, _, _ = self._control.recvmsg(1024, _ANCILLARY)
         except BlockingIOError:
             return
         except OSError:
@@ -96,6 +96,8 @@ class Cell:
                 self._meet(next(_CREDENTIALS.unpack(raw)[0] for _, kind, raw in ancillary if kind == 2))
             except OSError as error:
                 self._lost(f"its cgroup does not take it: {error}")
+        elif data[:1] == b"E":
+            self._lost(f"its init failed: {data[1:].decode(errors='replace')}")
         elif len(data) == protocol.REPORT.size:
             if self._report is not None and not self._report.done():
                 self._report.set_result(data)

@@ -9,8 +9,8 @@ Temper. It guarantees that
 
 Protocol, a SEQPACKET socket. Worker -> init: ``REQUEST`` with descriptors (bundle, stdin, stdout, stderr, and more that
 the program gets from 3 on), ``b"I"`` (interrupt what runs), ``b"K"`` (kill it) or ``b"Q"`` (end). Init -> worker:
-``b"R"`` (ready: clean, nothing runs), ``REPORT``. The bundle is a sequence of length-prefixed byte strings: the seed,
-number of arguments, arguments, then name and content of each file.
+``b"R"`` (ready: clean, nothing runs), ``REPORT``, ``b"E"`` and an error (it cannot go on). The bundle is a sequence of
+length-prefixed byte strings: the seed, number of arguments, arguments, then name and content of each file.
 """
 
 import _signal as signal
@@ -449,5 +449,15 @@ def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
         sock.send(b"R")
 
 
+def start(control_fd: int, pid_fd: int, preload: list[str]) -> None:
+    """`main`, whose failure is told to the worker: nsjail would start one jail after the other in vain."""
+    try:
+        main(control_fd, pid_fd, preload)
+    except BaseException as error:
+        _socket.socket(fileno=posix.dup(control_fd)).send(b"E" + f"{type(error).__name__}: {error}".encode()[:500])
+        time.sleep(ORPHAN_S)
+        raise
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    start(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -138,6 +138,11 @@ class Host:
         """For what judges programs."""
         return Profile("judge", self.judge_libraries, ("json", *self.preload))
 
+    def grader(self) -> Profile:
+        """For graders: as for judges, with the libraries imported, which takes a second."""
+        heavy = tuple(name for name in ("math_verify", "sympy") if name in self.judge_libraries)
+        return Profile("grader", self.judge_libraries, ("json", *self.preload, *heavy))
+
     def sources(self) -> set[Path]:
         """Every host path that some jail needs to reach."""
         found = {*map(Path, self.binds), *map(Path, binds_of({**self.libraries, **self.judge_libraries}))}

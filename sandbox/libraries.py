@@ -16,6 +16,7 @@ from temper.common.errors import EnvironmentFault
 
 LIBRARIES_IN_JAIL = "/opt/libraries"
 PROGRAM_LIBRARIES = ("numpy",)
+METADATA_OF = {"antlr4": "antlr4_python3_runtime"}  # whose folder of metadata is not named like the module
 JUDGE_LIBRARIES = ("math_verify", "sympy", "mpmath", "latex2sympy2_extended", "antlr4", "numpy")
 
 _FIND = """
@@ -47,10 +48,11 @@ def find_libraries(names: Sequence[str], python: str | None = None) -> dict[str,
 
 
 def binds_of(libraries: dict[str, Path]) -> dict[str, str]:
-    """Host path -> path in the jail."""
+    """Host path -> path in the jail: the package, its shared objects, its metadata (some ask for their own version)."""
     binds = {}
-    for where in libraries.values():
-        for path in (where, where.with_name(where.name + ".libs")):
+    for name, where in libraries.items():
+        metadata = where.parent.glob(f"{METADATA_OF.get(name, name)}-*.dist-info")
+        for path in (where, where.with_name(where.name + ".libs"), *metadata):
             if path.exists():
                 binds[str(path)] = f"{LIBRARIES_IN_JAIL}/{path.name}"
     return binds

@@ -18,6 +18,7 @@ from temper.sandbox.cell import Cell
 from temper.sandbox.cgroups import Hierarchy, discover
 from temper.sandbox.jail import Host, Profile
 from temper.sandbox.jobs import run_job
+from temper.sandbox.languages import LANGUAGES
 from temper.sandbox.pool import JOBS_PER_JAIL, Pool
 from temper.sandbox.run import JailFailed
 from temper.sandbox.sessions import Sessions
@@ -87,14 +88,18 @@ class Worker:
         return await self._in_pool(job)
 
     async def _in_pool(self, job: SandboxJob) -> Verdict:
-        profile = self.host.warm(self._used(job)) if job.mode == "fork" else self.host.fresh(self._used(job))
-        async with self._lend(profile, job.mode) as cell:
+        async with self._lend(self._profile(job), job.mode) as cell:
             self.running.add(cell)
             self.began.set()
             try:
                 return await run_job(cell, job, self._judges)
             finally:
                 self.running.discard(cell)
+
+    def _profile(self, job: SandboxJob) -> Profile:
+        if LANGUAGES[job.language].trusted:
+            return self.host.grader()
+        return self.host.warm(self._used(job)) if job.mode == "fork" else self.host.fresh(self._used(job))
 
     def _used(self, job: SandboxJob) -> tuple[str, ...]:
         """The host's libraries that the program seems to use: its jail has them, a warm one has imported them."""

@@ -1,6 +1,7 @@
 """Programs of every outcome, in every mode: the same verdicts."""
 
 import asyncio
+import dataclasses
 
 import pytest
 from temper.common.schema import Limits, SandboxJob, TestCase
@@ -72,3 +73,13 @@ def test_cancelling_kills_the_program(jails):
             assert all(not cell.alive for cell in cells)
 
     asyncio.run(main())
+
+
+def test_a_jail_that_cannot_start_says_why_at_once():
+    async def main():
+        host = dataclasses.replace(Host.here(), preload=("no_such_module",))
+        async with Worker(host, 1) as worker:
+            return await worker.execute(SandboxJob("1", "python", {"main.py": b"print(1)"}, [], mode="fork"))
+
+    verdict = asyncio.run(asyncio.wait_for(main(), 15))
+    assert verdict.outcome == "infra" and "no_such_module" in verdict.detail, verdict
