@@ -61,7 +61,7 @@ class LiveDisplay:
         self._next = 0.0
 
     def draw(self, picture: view.Picture, now: float) -> None:
-        if now < self._next:
+        if now < self._next and any(process.state != "stopped" for process in picture.processes):
             return
         self._next = now + REDRAW_S
         with contextlib.suppress(OSError):  # the terminal is gone: the run is not
