@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
+import psutil
 import torch
 from temper.actor.engines.base import Cancel, Counts, EngineCaps, GenerateRequest, Generation, check_request
 from temper.actor.engines.decoder import Decoder, Finished
-from temper.actor.engines.shape import from_config
+from temper.actor.engines.shape import ModelShape, from_config
 from temper.common.errors import ConfigError, EngineError
 from temper.common.log import log
 from temper.common.schema import Version
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLOSE_TIMEOUT_S = 10.0
+MEMORY_SHARE = 0.7  # of the host's memory that the cache may take
 
 
 Waiter = asyncio.Future[Generation]
@@ -56,6 +58,7 @@ class EmbeddedEngine:
             )
         if max_rows < 1 or threads < 1:
             raise ConfigError(f"engine.max_rows {max_rows} and threads {threads} must be at least 1")
+        check_memory(shape, max_rows, max_length_tokens)
         self._vocabulary = shape.vocab_size
         self._caps = EngineCaps(True, True, True, deterministic, max_length_tokens, max_rows)
         self._decoder = Decoder(
@@ -205,6 +208,17 @@ class EmbeddedEngine:
         waiting: list[asyncio.Future[Any]] = [*self._waiting, *self._updates]
         for future in waiting:
             _call(future.get_loop(), _fail, future, EngineError(f"the engine has ended: {reason}"))
+
+
+def check_memory(shape: ModelShape, max_rows: int, max_length_tokens: int) -> None:
+    """ConfigError if the cache of keys and values (f32) would not fit into this host's memory."""
+    values = 2 * shape.layers * shape.kv_heads * shape.head_dim * max_rows * max_length_tokens
+    total = psutil.virtual_memory().total
+    if 4 * values > MEMORY_SHARE * total:
+        raise ConfigError(
+            f"engine.max_rows = {max_rows} of model.max_length_tokens = {max_length_tokens} need a cache of"
+            f" {4 * values / 2**30:.1f} GiB; this host has {total / 2**30:.1f} GiB: lower one of them"
+        )
 
 
 def _call(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:

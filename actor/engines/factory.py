@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from temper.actor.engines.base import Engine
+from temper.actor.engines.base import Engine, EngineCaps
 from temper.actor.engines.embedded import EmbeddedEngine
 from temper.actor.engines.sglang_home import completed
 from temper.actor.engines.sglang_process import ServerShape, SglangHost
@@ -17,7 +17,7 @@ from temper.common.log import log
 
 
 async def make_engine(recipe: Recipe, files: Mapping[str, bytes], host: SglangHost) -> Engine:
-    """A running engine without weights for the model in the bundle `files`. ConfigError if it can't run it."""
+    """A running engine without weights for the model in the bundle `files`. ConfigError if it can't do what is asked."""
     try:
         config: Any = json.loads(files["config.json"])
     except (KeyError, ValueError) as error:
@@ -25,8 +25,32 @@ async def make_engine(recipe: Recipe, files: Mapping[str, bytes], host: SglangHo
     if not isinstance(config, dict):
         raise ConfigError(f"config.json of the bundle holds {type(config).__name__}, expected an object")
     host = completed(host)
-    if chosen(recipe, host) == "sglang":
-        return await _sglang(recipe, files, config, host)
+    sglang = chosen(recipe, host) == "sglang"
+    engine = await _sglang(recipe, files, config, host) if sglang else _embedded(recipe, config)
+    try:
+        check_caps(recipe, engine.caps)
+    except ConfigError:
+        await engine.close()
+        raise
+    return engine
+
+
+def check_caps(recipe: Recipe, caps: EngineCaps) -> None:
+    """ConfigError if the recipe needs what an engine of these `caps` doesn't have."""
+    sampling = recipe.sampling
+    if (sampling.top_p < 1 or sampling.top_k or sampling.min_p) and not caps.support_ids:
+        raise ConfigError(
+            "sampling.top_p, top_k and min_p need an engine that names what truncation left; this one can't"
+        )
+    if recipe.run.deterministic and not (caps.seeded and caps.batch_invariant):
+        raise ConfigError("run.deterministic needs engine.kind = embedded: this engine is not reproducible")
+    if recipe.pacing.max_staleness > 0 and not caps.in_flight:
+        raise ConfigError(
+            "pacing.max_staleness > 0 needs an engine that takes weights while requests run; this one can't"
+        )
+
+
+def _embedded(recipe: Recipe, config: Mapping[str, Any]) -> Engine:
     return EmbeddedEngine(
         config,
         dtype=recipe.model.serving_dtype,

@@ -186,6 +186,7 @@ def test_a_refused_update_leaves_the_engine_running() -> None:
         ({"dtype": "int8"}, "serving_dtype"),
         ({"max_length_tokens": 70_000}, "max_length_tokens"),
         ({"max_rows": 0}, "max_rows"),
+        ({"max_rows": 10**7, "max_length_tokens": 60_000}, "GiB: lower one of them"),
     ],
 )
 def test_impossible_engines_are_configuration_errors(changes: dict[str, Any], named: str) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from temper.actor.engines.base import SamplingParams
-from temper.actor.engines.factory import chosen
+from temper.actor.engines.base import EngineCaps, SamplingParams
+from temper.actor.engines.factory import check_caps, chosen
 from temper.actor.engines.sglang_answer import Answer, parse
 from temper.actor.engines.sglang_process import CPU_SHIMS, ServerProcess, ServerShape, SglangHost
 from temper.actor.engines.sglang_weights import BUCKET_BYTES, Mirror
 from temper.common.bits import TensorBits, seal
-from temper.common.config import Engine, Recipe
+from temper.common.config import Engine, Recipe, Run, Sampling
 from temper.common.delta import encode, stage
 from temper.common.errors import ConfigError, EngineError
 
@@ -121,6 +122,18 @@ def test_the_recipe_and_the_host_choose_the_engine(monkeypatch: pytest.MonkeyPat
     for gpu, host, want in ((False, there, "embedded"), (True, there, "sglang"), (True, SglangHost(), "embedded")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         assert chosen(Recipe(engine=Engine(kind="auto")), host) == want
+
+
+def test_the_recipe_is_checked_against_the_engine() -> None:
+    full = EngineCaps(True, True, True, True, 64, 8)
+    check_caps(Recipe(run=Run(deterministic=True), sampling=Sampling(top_k=3)), full)
+    for recipe, caps, named in (
+        (Recipe(sampling=Sampling(top_p=0.9)), replace(full, support_ids=False), "truncation"),
+        (Recipe(run=Run(deterministic=True)), replace(full, seeded=False), "not reproducible"),
+        (Recipe(), replace(full, in_flight=False), "max_staleness"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            check_caps(recipe, caps)
 
 
 def test_the_command_line_comes_from_host_and_recipe() -> None:
