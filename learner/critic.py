@@ -37,6 +37,10 @@ class Critic:
         each = value_loss(value, old, target, self.settings.clip)
         return self.settings.coefficient * each.sum() / max(tokens, 1), float(each.detach().sum())
 
+    def zero(self) -> None:
+        """Forget gradients."""
+        self.optimizer.zero()
+
     def update(self) -> None:
         """Apply the accumulated gradients; gradients that are not finite change nothing."""
         self.optimizer.update(self.settings.learning_rate)

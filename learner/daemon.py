@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,12 +51,21 @@ from temper.learner.publisher import Published, Publisher
 from temper.learner.records import Records
 from temper.learner.report import member
 from temper.learner.session import Session
+from temper.learner.step import Interrupted
 
 T = TypeVar("T")
 
 
 class Drained(Exception):
     """The daemon was told to drain while it waited: the loop ends between two steps."""
+
+
+async def _whole(step: Awaitable[T]) -> T:
+    """A step's result; `Drained` if it was given up."""
+    try:
+        return await step
+    except Interrupted:
+        raise Drained from None
 
 
 class LearnerDaemon(PeerDaemon):
@@ -151,7 +160,7 @@ class LearnerDaemon(PeerDaemon):
 
     def _on_metrics(self, body: Metrics, frames: list[memoryview]) -> None:
         if self._session is not None:
-            self._session.totals.tokens_sampled += int(body.counters.get(names.ACTOR_TOKENS, 0.0))
+            self._session.totals.relayed(body)
         if self._board is not None:
             self._board.ticks(body, time.time())
 
@@ -280,10 +289,15 @@ class LearnerDaemon(PeerDaemon):
             self._finished.set()
 
     async def drain(self, reason: str) -> None:
-        """End between two steps, with a checkpoint."""
+        """End between two steps, with a checkpoint. A step that takes too long is given up: its groups stay queued."""
         self._draining.set()
         self._arrived.set()
-        await self._finished.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.drain_timeout_s / 4):
+                await self._finished.wait()
+        if not self._finished.is_set() and self._session is not None:
+            self._session.trainer.interrupt.set()
+            await self._finished.wait()
 
     async def close(self, exit_code: int, reason: str) -> None:
         """Close the files; a summary is there whatever happened."""
@@ -329,7 +343,7 @@ class LearnerDaemon(PeerDaemon):
         self._enter("warm", warm.groups_per_step, warm.samples_per_group)
         while session.warm:
             groups, wait_s = await self._batch("demo", warm.groups_per_step)
-            report = await self.off_loop(session.warm_step, groups)
+            report = await _whole(self.off_loop(session.warm_step, groups))
             self.peer.post(Done(session.ordinal - 1, report.trained, {}, counted=False))
             self._training = []
             self.records.warm(session, report, wait_s)
@@ -351,7 +365,7 @@ class LearnerDaemon(PeerDaemon):
         after = session.steps_done + 1
         if after < recipe.run.max_steps:  # the next batch fills while this one trains
             self._ask("train", recipe.pacing.groups_per_step)
-        report, alarms = await self.off_loop(session.train_step, groups)
+        report, alarms = await _whole(self.off_loop(session.train_step, groups))
         void = {str(group_id): reason for group_id, reason in report.void.items()}
         self.peer.post(Done(session.ordinal - 1, report.trained, void, counted=True))
         self._training = []

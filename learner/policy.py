@@ -99,9 +99,10 @@ class Policy:
         is given; the entropy too where asked. `chosen`: what `chosen` gave for the same batch, if it was asked."""
         if support is not None:
             support = (support[0].to(self.device), support[1].to(self.device))
+        head = self.head if self.compute_dtype == torch.float32 else self.head.to(self.compute_dtype)
         return linear_logprob(  # products of values in the compute dtype, summed in fp32, as in the engine
             self.chosen(batch) if chosen is None else chosen,
-            self.head,
+            head,
             torch.from_numpy(batch.target).to(self.device),
             temperature=temperature,
             entropy=entropy,

@@ -14,6 +14,7 @@ from temper.common import metrics as names
 from temper.common.bits import TensorBits
 from temper.common.config import Recipe
 from temper.common.errors import ConfigError
+from temper.common.schema import Metrics
 from temper.learner.checkpoint import Checkpoint
 from temper.learner.curriculum import Curriculum
 from temper.learner.evaluation import DomainResult, from_plain, to_plain
@@ -21,6 +22,8 @@ from temper.learner.inbox import GroupData
 from temper.learner.oversight import Oversight
 from temper.learner.step import StepReport, Trainer
 from transformers import PreTrainedModel
+
+VOID_PREFIX = names.BROKER_VOID[:-1]
 
 
 def warm_start_over(recipe: Recipe, steps: int, likelihood: float | None) -> bool:
@@ -50,7 +53,7 @@ class Totals:
             group, _, fate = name.rpartition("/")
             if group == "learner/samples":
                 self.samples[fate] += int(total)
-            elif group == "learner/groups":
+            elif group == "learner/groups" and not fate.startswith("void"):  # the broker counts those
                 self.groups[fate] += int(total)
         for group_data in groups:
             if group_data.group_id not in report.void:
@@ -60,6 +63,13 @@ class Totals:
         self.lag_tokens += tokens
         self.tokens_trained += int(tokens)
         self.lag_max = max(self.lag_max, report.mean(names.LEARNER_LAG_MAX) or 0.0)
+
+    def relayed(self, metrics: Metrics) -> None:
+        """Take what only other daemons know: tokens sampled, groups that the broker gave up (totals by reason)."""
+        self.tokens_sampled += int(metrics.counters.get(names.ACTOR_TOKENS, 0.0))
+        for name, value in metrics.gauges.items():
+            if name.startswith(VOID_PREFIX):
+                self.groups[f"void_{name.removeprefix(VOID_PREFIX)}".replace(" ", "_")] = int(value)
 
     def state(self) -> dict[str, Any]:
         """Plain values for the checkpoint."""

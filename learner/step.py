@@ -8,6 +8,7 @@ finite changes nothing; `state`/`load` continue exactly where they left off.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,8 +82,15 @@ class _Flat:
     target: torch.Tensor | None = None  # what it should have been
 
 
+class Interrupted(Exception):
+    """A step was given up before its first update: masters, optimiser and counters are as they were."""
+
+
 class Trainer:
-    """Owns the masters, the optimiser and the counters of a run; one object per learner."""
+    """Owns the masters, the optimiser and the counters of a run; one object per learner.
+
+    `interrupt` may be set from another thread: a step that has not updated anything yet ends with `Interrupted`.
+    """
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, total_rl_steps: int) -> None:
         self.recipe = recipe
@@ -104,6 +112,7 @@ class Trainer:
         if self.objective.needs_critic:
             size = self.policy.head.shape[1]
             self.critic = Critic(size, recipe.critic, recipe.optimizer, self.policy.device)
+        self.interrupt = threading.Event()
 
     # ------------------------------------------------------------ steps
 
@@ -124,14 +133,19 @@ class Trainer:
         sums = Sums()
         describe(sums, data, groups, void)
         temperature = self.recipe.sampling.temperature
+        baselines = dict(self.baselines)
         flat = self._flat(data, temperature)
         updates = self.recipe.objective.updates_per_step
         rate = learning_rate(self.recipe.optimizer, self.steps_done, self.total_steps)
         sums.add(names.LEARNER_RATE, rate)
         flags = replace(self.flags, kl_coefficient=self.reference.coefficient)
         sums.add(names.LEARNER_KL_COEFFICIENT, flags.kl_coefficient)
-        for number, update in enumerate(self._updates(data, flat, updates)):
-            self._update(data, flat, update, flags, sums, rate=rate, temperature=temperature, first=number == 0)
+        try:
+            for number, update in enumerate(self._updates(data, flat, updates)):
+                self._update(data, flat, update, flags, sums, rate=rate, temperature=temperature, first=number == 0)
+        except Interrupted:
+            self.baselines = baselines
+            raise
         self.steps_done += 1
         total, count = sums.values.get(names.LEARNER_KL_REFERENCE, (0.0, 0.0))
         self.reference.after_step(self.policy, self.steps_done, total / count if count else None)
@@ -238,6 +252,11 @@ class Trainer:
         include = update.include if every else _active(update.include, data, flat.advantage)
         self.optimizer.zero()
         for batch in plan(data.rows, self.recipe.optimizer.tokens_per_microbatch, include):
+            if self.interrupt.is_set() and (first or demo):
+                self.optimizer.zero()
+                if self.critic is not None:
+                    self.critic.zero()
+                raise Interrupted
             packed = self._packed(batch, flat)
             chosen = self.policy.chosen(batch)
             out = self.policy.logprobs(

@@ -9,7 +9,7 @@ from temper.common import metrics as names
 from temper.common.config import Optimizer, Pacing, Recipe, Sampling
 from temper.common.errors import ConfigError
 from temper.learner.inbox import GroupData, SampleData
-from temper.learner.step import Trainer
+from temper.learner.step import Interrupted, Trainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 RECIPE = Recipe(
@@ -298,3 +298,26 @@ def test_the_gap_to_the_engine_is_measured_on_samples_of_one_version_alone():
     assert report.metrics[names.LEARNER_GAP][1] == alone
     shares = [report.mean(f"learner/lag_share/{lag:02}") for lag in (0, 1)]
     assert sum(shares) == pytest.approx(1.0) and shares[1] > 0
+
+
+@pytest.mark.parametrize("advantage", ["", "ema"])
+def test_an_interrupted_step_leaves_everything_as_it_was(advantage):
+    recipe = change(objective={"advantage": advantage}, optimizer={"tokens_per_microbatch": 16})
+    trainer, other = Trainer(model(), recipe, 10), Trainer(model(), recipe, 10)
+    for one in (trainer, other):
+        one.train_step(groups(0), 0)
+    seen = []
+
+    def stop(gradient: torch.Tensor) -> None:
+        seen.append(gradient.shape)
+        trainer.interrupt.set()
+
+    hook = trainer.policy.head.register_hook(stop)  # in the first micro-batch of several
+    with pytest.raises(Interrupted):
+        trainer.train_step(groups(1), 1)
+    hook.remove()
+    assert seen and weights(trainer) == weights(other) and trainer.steps_done == 1
+    trainer.interrupt.clear()
+    for one in (trainer, other):
+        one.train_step(groups(1), 1)
+    assert weights(trainer) == weights(other) and trainer.baselines == other.baselines
