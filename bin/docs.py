@@ -1,4 +1,4 @@
-"""`temper docs`: the README's tables of recipe keys and metrics, made from the code so that they cannot disagree with it.
+"""`temper docs`: the README's tables of recipe keys, objectives and metrics, made from the code: they cannot disagree with it.
 
 ``temper docs`` prints them, ``temper docs --write README.md`` puts them between their markers
 (``<!-- table: keys -->`` ... ``<!-- end -->``), ``temper docs --check README.md`` fails when the file is not current.
@@ -81,7 +81,21 @@ def metric_table() -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"keys": key_table, "metrics": metric_table}
+def objective_table() -> str:
+    """Every named objective: what it is made of, where it comes from and who else agrees with it in tests."""
+    from temper.learner.objectives import TABLE
+
+    head = ("name", "advantage", "loss", "correction", "aggregation", "source", "confirmed by")
+    lines = [_row(*head), "|" + "---|" * len(head)]
+    for row in TABLE.values():
+        loss = row.loss if row.level == "token" else f"{row.loss}, ratio of the sequence"
+        lines.append(
+            _row(f"`{row.name}`", row.advantage, loss, row.correction, row.aggregation, row.source, row.confirmed)
+        )
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"keys": key_table, "objectives": objective_table, "metrics": metric_table}
 
 
 def refreshed(text: str) -> str:
@@ -98,7 +112,7 @@ def refreshed(text: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """Print, write or check."""
     parser = argparse.ArgumentParser(
-        prog="temper docs", description="Tables of recipe keys and metrics, from the code."
+        prog="temper docs", description="Tables of recipe keys, objectives and metrics, from the code."
     )
     parser.add_argument("--write", metavar="FILE", type=Path, help="refresh the tables in this file")
     parser.add_argument("--check", metavar="FILE", type=Path, help="fail when the tables in this file are not current")

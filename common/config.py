@@ -99,7 +99,7 @@ class Objective:
     std: str = ""  # of advantages that divide by one: sample or population; empty = the row's own
     advantage_epsilon: float | None = None  # added to that standard deviation
     gamma: float | None = None  # discount of token returns and step rewards
-    lam: float | None = None  # lambda of vtrace
+    lam: float | None = None  # lambda of vtrace and gae
     proximal: str = ""  # log prox of later updates: recompute (a forward) or loglinear (none); empty = the row's own
     kl: str = ""  # in the loss: k2, k3_straight_through, k3_weighted; off the reward: reward; empty = k2
     component_weights: Mapping[str, float] = field(default_factory=dict)  # advantage per_component; empty = 1 each

@@ -36,9 +36,11 @@ class Shard:
         """Products of bf16 inputs lose nothing in bf16 units that accumulate in fp32 (CPU only; GPUs have kernels)."""
         return hidden.dtype == self.weight.dtype == torch.bfloat16 and hidden.device.type == "cpu"
 
-    def block(self, hidden: Tensor, first: int, last: int, temperature: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(z[R, C], slope or None) for ids first..last-1; slope = dz/dx times T where softcap bends it."""
-        x = hidden @ self.weight[first:last].to(self.dtype).T
+    def block(
+        self, hidden: Tensor, first: int, last: int, temperature: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """(z[R, C] in `out`, slope or None) for ids first..last-1; slope = dz/dx times T where softcap bends it."""
+        x = torch.mm(hidden, self.weight[first:last].to(self.dtype).T, out=out)
         if self.bias is not None:
             x += self.bias[first:last].to(self.dtype)
         return self._scale(x, temperature[:, None])
@@ -54,7 +56,8 @@ class Shard:
         if self.softcap is None:
             return (x.div_(temperature) if self.hot else x), None
         t = x.div_(self.softcap).tanh_()
-        return t * (self.softcap / temperature), 1 - t * t
+        slope = 1 - t * t
+        return t.mul_(self.softcap / temperature), slope
 
 
 @dataclass(slots=True)
@@ -105,15 +108,15 @@ class Upstream:
         entropy = None if self.entropy is None else self.entropy[rows]
         return Upstream(self.logprob[rows], entropy, self.lse[rows], self.row_lse[rows], self.row_mean[rows])
 
-    def of_logits(self, z: Tensor) -> Tensor:
-        """d loss/d z without the target's own term, [R, C] (or [M]); upstream values broadcast over z's last dimension."""
+    def of_logits(self, z: Tensor, spare: Tensor | None = None) -> Tensor:
+        """d loss/d z without the target's own term, in place of z [R, C] (or [M]); values broadcast over its last
+        dimension. `spare`: memory of z's shape, used where the entropy has a gradient."""
         shape = (-1, 1) if z.dim() == 2 else (-1,)
-        p = (z - self.row_lse.view(shape)).exp_()
         outer = (self.lse - self.logprob).view(shape)
-        if self.entropy is None:
-            return p.mul_(outer)
-        centred = (z - self.row_mean.view(shape)).clamp_min(FLOOR)
-        return p * (outer - self.entropy.view(shape) * centred)
+        if self.entropy is not None:
+            spare = torch.sub(z, self.row_mean.view(shape), out=torch.empty_like(z) if spare is None else spare)
+            outer = spare.clamp_min_(FLOOR).mul_(-self.entropy.view(shape)).add_(outer)
+        return z.sub_(self.row_lse.view(shape)).exp_().mul_(outer)
 
 
 def upstream_of(
@@ -128,6 +131,13 @@ def upstream_of(
         row_lse,
         row_mean,
     )
+
+
+def _buffers(count: int, rows: Tensor, vocabulary: int, workspace: int, like: Tensor) -> list[Tensor]:
+    """Flat memory for `count` blocks, taken once: fresh memory for every block would cost more than its products."""
+    height = min(rows.numel(), max(1, workspace // max(1, min(vocabulary, COLUMNS))))
+    size = min(max(workspace, height), height * vocabulary)
+    return [torch.empty(size, dtype=like.dtype, device=like.device) for _ in range(count)]
 
 
 def _row_blocks(rows: Tensor, vocabulary: int, workspace: int) -> Iterator[Tensor]:
@@ -170,18 +180,20 @@ def dense_stats(
 ) -> None:
     """Fill `stats` at `rows` over the whole local vocabulary. target: local ids i64[N], outside 0..V-1 if elsewhere."""
     vocabulary = shard.weight.shape[0]
+    memory = _buffers(2 if entropy else 1, rows, vocabulary, workspace, stats.m)
     for block in _row_blocks(rows, vocabulary, workspace):
         h, t, goal = hidden[block].to(shard.dtype), temperature[block], target[block]
         part = Stats.empty(block.numel(), shard.dtype, h.device)
         for first, last in _columns(block.numel(), vocabulary, workspace):
+            out = [flat[: block.numel() * (last - first)].view(-1, last - first) for flat in memory]
             with _bf16_products(shard.exact_in_bf16(hidden)):
-                z, _ = shard.block(h, first, last, t)
+                z, _ = shard.block(h, first, last, t, out[0])
             picked = z.gather(1, (goal - first).clamp(0, last - first - 1)[:, None])[:, 0]
             part.target = torch.where((goal >= first) & (goal < last), picked, part.target)
             m = z.amax(1)
             z.sub_(torch.where(torch.isneginf(m), 0, m)[:, None])
             if entropy:
-                p = z.exp()
+                p = torch.exp(z, out=out[1])
                 part.merge(m, p.sum(1), p.mul_(z.clamp_min_(FLOOR)).sum(1))
             else:
                 s = z.exp_().sum(1)
@@ -208,13 +220,15 @@ def dense_backward(
     """
     vocabulary = shard.weight.shape[0]
     low = shard.exact_in_bf16(hidden)
+    memory = _buffers(1 if upstream.entropy is None else 2, rows, vocabulary, workspace, upstream.lse)
     for block in _row_blocks(rows, vocabulary, workspace):
         h, t, goal, up = hidden[block].to(shard.dtype), temperature[block], target[block], upstream.at(block)
         d_h = torch.zeros_like(h)
         for first, last in _columns(block.numel(), vocabulary, workspace):
+            out = [flat[: block.numel() * (last - first)].view(-1, last - first) for flat in memory]
             with _bf16_products(low):
-                z, slope = shard.block(h, first, last, t)
-                d = up.of_logits(z)
+                z, slope = shard.block(h, first, last, t, out[0])
+                d = up.of_logits(z, out[1] if len(out) > 1 else None)
                 mine = ((goal >= first) & (goal < last)).nonzero()[:, 0]
                 d[mine, goal[mine] - first] += up.logprob[mine]
                 if slope is not None:
@@ -226,7 +240,7 @@ def dense_backward(
                     d_bias[first:last] += d.sum(0)
                 if low:
                     total = d.sum(1)
-                    d = d.bfloat16().float()
+                    d.copy_(d.bfloat16())
                     d_h += (total - d.sum(1))[:, None] * weight.mean(0)
                 if d_hidden is not None:
                     d_h.addmm_(d, weight)

@@ -52,6 +52,7 @@ class Objective:
 
     name: str
     source: str  # paper, or what the row is for
+    confirmed: str = "own tests"  # who else computes it and agrees, in tests: a peer, or the golden values of papers
     advantage: Advantage = "grpo"
     std: Literal["sample", "population"] = "sample"  # of advantages that divide by one
     epsilon: float = 1e-6  # added to that std
@@ -130,13 +131,20 @@ def _row(name: str, source: str, **choices: object) -> tuple[str, Objective]:
 
 TABLE: dict[str, Objective] = dict(
     (
-        _row("ppo", "1707.06347, rho against the behaviour policy", correction="ratio"),
-        _row("grpo", "2402.03300; synchronous", aggregation="seq_mean_token_mean"),
-        _row("dr_grpo", "2503.20783; synchronous", advantage="dr_grpo", aggregation="seq_mean_token_sum_norm"),
-        _row("dapo", "2503.14476", clip_high=0.28, correction="ratio"),
+        _row("ppo", "1707.06347, rho against the behaviour policy", confirmed="TRL", correction="ratio"),
+        _row("grpo", "2402.03300; synchronous", confirmed="TRL", aggregation="seq_mean_token_mean"),
+        _row(
+            "dr_grpo",
+            "2503.20783; synchronous",
+            confirmed="TRL",
+            advantage="dr_grpo",
+            aggregation="seq_mean_token_sum_norm",
+        ),
+        _row("dapo", "2503.14476", confirmed="TRL", clip_high=0.28, correction="ratio"),
         _row(
             "gspo",
             "2507.18071",
+            confirmed="TRL",
             level="sequence",
             clip_low=3e-4,
             clip_high=4e-4,
@@ -147,17 +155,27 @@ TABLE: dict[str, Objective] = dict(
         _row(
             "gmpo",
             "2507.20673",
+            confirmed="TRL",
             loss="gmpo",
             clip_low=0.4,
             clip_high=0.4,
             correction="ratio",
             aggregation="seq_mean_token_mean",
         ),
-        _row("cispo", "2506.13585, 2510.13786", loss="cispo", clip_low=1.0, clip_high=0.28, correction="ratio"),
-        _row("sapo", "2511.20347", loss="sapo", correction="ratio", aggregation="seq_mean_token_mean"),
+        _row(
+            "cispo",
+            "2506.13585, 2510.13786",
+            confirmed="TRL",
+            loss="cispo",
+            clip_low=1.0,
+            clip_high=0.28,
+            correction="ratio",
+        ),
+        _row("sapo", "2511.20347", confirmed="TRL", loss="sapo", correction="ratio", aggregation="seq_mean_token_mean"),
         _row(
             "decoupled_ppo",
             "2110.00641, 2505.24298",
+            confirmed="TRL",
             advantage="dr_grpo",
             correction="truncate",
             weight_high=5.0,
@@ -173,19 +191,34 @@ TABLE: dict[str, Objective] = dict(
             loglinear_prox=True,
         ),
         _row(
-            "tis", "truncated importance sampling", loss="score", correction="truncate", weight_of="pi", weight_high=2.0
+            "tis",
+            "truncated importance sampling",
+            confirmed="golden values",
+            loss="score",
+            correction="truncate",
+            weight_of="pi",
+            weight_high=2.0,
         ),
         _row(
             "seq_is",
             "one truncated weight per sequence",
+            confirmed="TRL",
             correction="truncate",
             weight_level="sequence",
             weight_high=2.0,
         ),
-        _row("icepop", "tokens outside a band weigh 0", correction="mask", weight_low=0.5, weight_high=5.0),
+        _row(
+            "icepop",
+            "tokens outside a band weigh 0",
+            confirmed="TRL",
+            correction="mask",
+            weight_low=0.5,
+            weight_high=5.0,
+        ),
         _row(
             "mis",
             "masked importance sampling",
+            confirmed="golden values",
             loss="score",
             correction="mask",
             weight_of="pi",
@@ -209,27 +242,62 @@ TABLE: dict[str, Objective] = dict(
             tv_delta=0.2,
         ),
         _row("topr", "2503.14286", loss="topr", correction="ratio", advantage="dr_grpo"),
-        _row("aipo", "2505.24034", loss="score", correction="truncate", weight_of="pi", weight_high=5.0),
-        _row("opsm", "off-policy sequence masking", correction="ratio", opsm_delta=0.05),
+        _row(
+            "aipo",
+            "2505.24034",
+            confirmed="golden values",
+            loss="score",
+            correction="truncate",
+            weight_of="pi",
+            weight_high=5.0,
+        ),
+        _row("opsm", "off-policy sequence masking", confirmed="TRL", correction="ratio", opsm_delta=0.05),
         _row("m2po", "2510.01161", correction="ratio", m2_tau=0.04),
         _row("dro", "2405.19107", loss="dro", correction="ratio", dro_beta=0.1, advantage="dr_grpo"),
-        _row("vtrace", "1802.01561, V = the group's mean", advantage="vtrace", loss="score", correction="vtrace"),
-        _row("ppo_critic", "1707.06347 with a value head and gae", advantage="gae", lam=0.95, correction="ratio"),
+        _row(
+            "vtrace",
+            "1802.01561, V = the group's mean",
+            confirmed="torchrl",
+            advantage="vtrace",
+            loss="score",
+            correction="vtrace",
+        ),
+        _row(
+            "ppo_critic",
+            "1707.06347 with a value head and gae",
+            confirmed="TRL, torchrl",
+            advantage="gae",
+            lam=0.95,
+            correction="ratio",
+        ),
         _row(
             "impala",
             "1802.01561 with a value head",
+            confirmed="torchrl",
             advantage="vtrace_critic",
             loss="score",
             correction="vtrace",
         ),
-        _row("rloo", "2402.14740; synchronous", advantage="rloo", loss="score", aggregation="seq_mean_token_sum"),
-        _row("maxrl", "2602.02710", advantage="maxrl", correction="ratio"),
+        _row(
+            "rloo",
+            "2402.14740; synchronous",
+            confirmed="TRL",
+            advantage="rloo",
+            loss="score",
+            aggregation="seq_mean_token_sum",
+        ),
+        _row("maxrl", "2602.02710", confirmed="golden values", advantage="maxrl", correction="ratio"),
         _row("opo", "2505.23585", advantage="opo", correction="ratio"),
         _row("passk", "2503.19595", advantage="passk", correction="ratio"),
-        _row("reinforce++", "2501.03262", advantage="reinforce++", correction="ratio"),
+        _row("reinforce++", "2501.03262", confirmed="golden values", advantage="reinforce++", correction="ratio"),
         _row("reinforce++_baseline", "2501.03262", advantage="reinforce++_baseline", correction="ratio"),
         _row(
-            "sft", "maximum likelihood of demonstrations", advantage="likelihood", loss="score", correction="supervised"
+            "sft",
+            "maximum likelihood of demonstrations",
+            confirmed="torch",
+            advantage="likelihood",
+            loss="score",
+            correction="supervised",
         ),
     )
 )

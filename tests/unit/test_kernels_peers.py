@@ -343,3 +343,13 @@ def test_gae_equals_torchrl(functional: Any, gamma: float, lam: float) -> None:
         )
         assert torch.allclose(found[part], advantage[:, 0], rtol=1e-9, atol=1e-12)
         assert torch.allclose(returns[part], target[:, 0], rtol=1e-9, atol=1e-12)
+
+
+def test_the_table_claims_only_what_is_tested_here() -> None:
+    """Rows that name a peer are among the cases above: by their loss, weight or advantage."""
+    tested = {*CASES, *WEIGHTS, *SCALES, "gmpo", "rloo", "vtrace", "gae"}
+    words = {word for name in tested for word in name.replace(",", "").split()}
+    aliases = {"ppo_critic": "ppo", "decoupled_ppo": "decoupled", "impala": "vtrace"}
+    for row in TABLE.values():
+        if "TRL" in row.confirmed or "torchrl" in row.confirmed:
+            assert aliases.get(row.name, row.name) in words, row.name
