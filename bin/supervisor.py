@@ -134,6 +134,7 @@ class Supervisor:
         for number in heard:
             loop.add_signal_handler(number, self._interrupt)
         watcher = asyncio.create_task(self._watch_status())
+        watcher.add_done_callback(self._watch_ended)
         try:
             self._carry_out(self.policy.start(time.monotonic()))
             while self.policy.mode != "over":
@@ -230,6 +231,12 @@ class Supervisor:
         return states
 
     # ---------------------------------------------------------------- the broker's status
+
+    def _watch_ended(self, watcher: asyncio.Task[None]) -> None:
+        """A bug in the side task is shown; it is no reason to end a run."""
+        error = None if watcher.cancelled() else watcher.exception()
+        if error is not None:
+            self.shown.say(f"the status of the broker is not shown any more: {type(error).__name__}: {error}")
 
     async def _watch_status(self) -> None:
         """Keep `picture.status` fresh while the run goes; a failure is shown as a stale picture, not as an error."""
