@@ -1,4 +1,5 @@
-"""`temper check host` and `temper check recipe RECIPE`: what can be known without starting anything."""
+"""`temper check host` and `temper check recipe RECIPE`: what can be known without starting anything; `temper check
+engine RECIPE`: whether the engine samples from what the learner computes."""
 
 from __future__ import annotations
 
@@ -73,13 +74,25 @@ def main(argv: Sequence[str]) -> int:
     """Check; exit code 0 when all is fine, 2 for the recipe, 4 for the host."""
     overrides, rest = recipes.split_overrides(argv)
     parser = argparse.ArgumentParser(
-        prog="temper check", description="Check this host, or a recipe, without starting anything."
+        prog="temper check", description="Check this host, a recipe, or its engine against the learner."
     )
-    what = parser.add_subparsers(dest="what", required=True, metavar="host | recipe")
+    what = parser.add_subparsers(dest="what", required=True, metavar="host | recipe | engine")
     what.add_parser("host", help="Python, packages, nsjail, disk")
     recipe = what.add_parser("recipe", help="keys, values, model, modules; prints what the recipe implies")
     recipe.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(recipes.names())}, or a .toml file")
+    engine = what.add_parser(
+        "engine", help="start the recipe's engine and compare its log-probabilities with the learner's"
+    )
+    engine.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(recipes.names())}, or a .toml file")
+    engine.add_argument(
+        "--host", metavar="FILE", type=Path, help="this host's own configuration, section [actor.sglang]"
+    )
     arguments = parser.parse_args(rest)
     if arguments.what == "host":
         return check_host_command()
+    if arguments.what == "engine":
+        from temper.cli.check_engine import check_engine_command
+        from temper.learner.__main__ import cache_dir
+
+        return check_engine_command(recipes.load(arguments.recipe, overrides), arguments.host, cache_dir())
     return check_recipe_command(arguments.recipe, overrides)
