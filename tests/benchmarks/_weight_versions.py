@@ -102,13 +102,15 @@ async def make(directory: Path, rate: float, steps: int, cache: Path) -> None:
 
 
 def read(directory: Path) -> Iterator[Weights]:
-    """The versions of a log, in order. Each is independent of the ones before."""
+    """The versions of a log that differ from the one before, in order. Each has arrays of its own."""
     store = WeightStore(directory, RUN)
     newest = store.newest()
     assert newest is not None, f"no weight log in {directory}"
     weights: Weights | None = None
     for ordinal in range(newest.ordinal + 1):
         route = store.route(weights.version if weights else None, ordinal)
+        if weights is not None and not route.chain.entries:
+            continue  # a step without any contrast moved nothing
         update = delta.stage([frame for _, frame in route.messages()], weights)
         weights = delta.overwrite(_copy(weights), update)
         yield weights

@@ -1,0 +1,253 @@
+"""What a version of the weights costs: bytes against a full copy, coding speed, and the pause of an actor.
+
+``bin/bench delta [--steps 30] [--versions DIR] [--rates 1e-6 5e-6 1e-5] [--swaps 120]``
+
+Bytes are of real consecutive versions: SmolLM2-135M in bf16 trained by the in-process loop (see `_weight_versions`), made on
+first use (minutes a rate) and kept in DIR. Every step of every rate is encoded, staged and checked bit for bit. Beside the
+format stand simpler ones on the same versions, and two entropies: of which values of a tensor changed and by how many
+steps, and of the same when the exponent of the value is known. Speeds are of one thread, in CPU time, best of three, beside
+a copy of the same bytes. The pause is what the embedded engine's decode loop stands still for while 32 generations run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import zstandard
+from temper.common import coding, delta
+from temper.common.bits import Weights, digest_of, seal
+from temper.common.float_bits import classes, steps
+from temper.common.weight_chain import read_chain
+from temper.common.weight_format import table_of
+
+GOALS = {1e-6: 260.0, 5e-6: 120.0, 1e-5: 80.0}
+GENERATIONS = 32
+Row = dict[str, Any]
+
+
+def _module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"temper_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def entropy_bits(counts: np.ndarray) -> float:
+    """Bits to code as many symbols of each kind, in the best static code."""
+    counts = counts[counts > 0].astype(np.float64)
+    return float(-(counts * np.log2(counts / counts.sum())).sum())
+
+
+def entropies(old: Weights, new: Weights) -> tuple[float, float]:
+    """Bytes of (which values of each tensor changed and by how many steps; the same, each exponent for itself)."""
+    plain = known = 0.0
+    for name, tensor in new.tensors.items():
+        before, dtype = old.tensors[name].bits, tensor.dtype
+        where = np.flatnonzero(before != tensor.bits)
+        by = steps(before[where], tensor.bits[where], dtype)
+        plain += entropy_bits(np.array([where.size, before.size - where.size]))
+        plain += entropy_bits(np.unique(by, return_counts=True)[1])
+        members = np.bincount(classes(before, dtype), minlength=256)
+        kinds = classes(before[where], dtype)
+        for kind in np.unique(kinds):
+            mine = by[kinds == kind]
+            known += entropy_bits(np.array([mine.size, members[kind] - mine.size]))
+            known += entropy_bits(np.unique(mine, return_counts=True)[1])
+    return plain / 8, known / 8
+
+
+def simpler(old: Weights, new: Weights) -> dict[str, int]:
+    """Bytes of simpler formats for the same step."""
+    zstd = zstandard.ZstdCompressor(level=3)
+    sizes = {"zstd-3 of all bits": 0, "xor + zstd-3": 0, "int32 index + value": 0, "gaps + bit delta + zstd-3": 0}
+    for name, tensor in new.tensors.items():
+        before, after = old.tensors[name].bits, tensor.bits
+        where = np.flatnonzero(before != after)
+        gaps = np.diff(where, prepend=-1)
+        small = gaps < 255
+        coded = np.where(small, gaps, 255).astype(np.uint8).tobytes() + gaps[~small].astype(np.uint32).tobytes()
+        by = (after[where] - before[where]).tobytes()
+        sizes["zstd-3 of all bits"] += len(zstd.compress(after.tobytes()))
+        sizes["xor + zstd-3"] += len(zstd.compress((before ^ after).tobytes()))
+        sizes["int32 index + value"] += 6 * where.size
+        sizes["gaps + bit delta + zstd-3"] += len(zstd.compress(coded)) + len(zstd.compress(by))
+    return sizes
+
+
+def measure_bytes(rate: float, versions: Iterator[Weights]) -> Row:
+    """Every step of one log: mean bytes, ratio, density, entropies; simpler formats on every tenth."""
+    sizes, density, plain, known, rivals = [], [], [], [], []
+    full = 0
+    for number, (old, new) in enumerate(pairwise(versions)):
+        tally = delta.Tally()
+        chunks = list(delta.encode(old, new, tally=tally))
+        assert delta.stage(chunks, old).digest == new.version.digest
+        sizes.append(tally.nbytes)
+        density.append(tally.density)
+        full = new.nbytes
+        bounds = entropies(old, new)
+        plain.append(bounds[0])
+        known.append(bounds[1])
+        if number % 10 == 1:
+            rivals.append(simpler(old, new))
+    mean = float(np.mean(sizes))
+    return {
+        "rate": rate,
+        "steps": len(sizes),
+        "density": round(float(np.mean(density)), 5),
+        "bytes_mean": int(mean),
+        "bytes_min": min(sizes),
+        "bytes_max": max(sizes),
+        "ratio": round(full / mean, 1),
+        "entropy_bytes": int(np.mean(plain)),
+        "of_entropy": round(mean / float(np.mean(plain)), 3),
+        "entropy_by_exponent_bytes": int(np.mean(known)),
+        "of_entropy_by_exponent": round(mean / float(np.mean(known)), 3),
+        **{name: int(np.mean([rival[name] for rival in rivals])) for name in rivals[0]},
+    }
+
+
+def cpu_seconds(work: Callable[[], Any], repeat: int = 3) -> float:
+    """CPU time of `work`, best of `repeat`."""
+    best = float("inf")
+    for _ in range(repeat):
+        began = time.process_time()
+        work()
+        best = min(best, time.process_time() - began)
+    return best
+
+
+def measure_speed(rate: float, old: Weights, new: Weights) -> Row:
+    """GB of model per second and core."""
+    gigabytes = new.nbytes / 1e9
+    chunks = list(delta.encode(old, new))
+
+    def apply(hashed: bool) -> None:
+        chain = read_chain(chunks, old.version.digest, table_of(old))
+        for i in chain.pieces:
+            bits = old.tensors[chain.table[i][0]].bits
+            if hashed:
+                chain.rebuild(i, bits)
+            else:
+                for record, coded in chain.pieces[i]:
+                    piece = bits[record.start : record.start + record.count]
+                    coding.decode(coded, piece, piece.size, bits.dtype, chain.table[i][1])
+
+    def seal_and_encode() -> None:
+        list(delta.encode(old, seal(new.version.ordinal, 1, new.tensors, old)))
+
+    def copies() -> dict[str, np.ndarray]:
+        return {name: tensor.bits.copy() for name, tensor in old.tensors.items()}
+
+    same = {name: type(tensor)(tensor.dtype, tensor.shape, tensor.bits.copy()) for name, tensor in old.tensors.items()}
+    return {
+        "speed_at_rate": rate,
+        "memcpy_gb_s": round(gigabytes / cpu_seconds(copies), 2),
+        "blake2b_gb_s": round(gigabytes / cpu_seconds(lambda: [digest_of(t.bits) for t in new.tensors.values()]), 2),
+        "encode_gb_s": round(gigabytes / cpu_seconds(lambda: list(delta.encode(old, new))), 2),
+        "encode_with_digest_gb_s": round(gigabytes / cpu_seconds(seal_and_encode), 2),
+        "decode_gb_s": round(gigabytes / cpu_seconds(lambda: apply(hashed=False)), 2),
+        "stage_with_digest_gb_s": round(gigabytes / cpu_seconds(lambda: apply(hashed=True)), 2),
+        "unchanged_gb_s": round(gigabytes / cpu_seconds(lambda: list(delta.encode(old, seal(9, 1, same, old)))), 2),
+    }
+
+
+async def measure_pause(folder: Path, versions: list[Weights], swaps: int) -> Row:
+    """Pauses of the embedded engine for `swaps` commits, forth and back over `versions`, with generations running."""
+    from temper.actor.engines.base import GenerateRequest, SamplingParams
+    from temper.actor.engines.embedded import EmbeddedEngine
+
+    config = json.loads((folder / "config.json").read_text())
+    engine = EmbeddedEngine(config, dtype="bfloat16", max_rows=GENERATIONS, max_length_tokens=2048)
+    await engine.apply(delta.stage(delta.encode(None, versions[0]), None))
+    rng = np.random.default_rng(0)
+
+    async def generate() -> None:
+        while True:
+            ids = rng.integers(100, 40_000, 16).tolist()
+            sampling = SamplingParams(temperature=1.0, max_new_tokens=1024, seed=int(rng.integers(1 << 31)))
+            await engine.generate(GenerateRequest(ids, sampling))
+
+    running = [asyncio.create_task(generate()) for _ in range(GENERATIONS)]
+    pauses: list[float] = []
+    at, step = 0, 1
+    while len(pauses) < swaps:
+        if not 0 <= at + step < len(versions):
+            step = -step
+        old, new = versions[at], versions[at + step]
+        update = await asyncio.to_thread(lambda a, b: delta.stage(delta.encode(a, b), a), old, new)
+        assert await engine.apply(update) == new.version.digest
+        pauses.append(engine.counts.last_pause_s)
+        at += step
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await engine.close()
+    milliseconds = np.array(pauses) * 1e3
+    return {
+        "swaps": swaps,
+        "generations": GENERATIONS,
+        "pause_p50_ms": round(float(np.percentile(milliseconds, 50)), 1),
+        "pause_p99_ms": round(float(np.percentile(milliseconds, 99)), 1),
+        "pause_max_ms": round(float(milliseconds.max()), 1),
+    }
+
+
+def main(argv: list[str]) -> dict[str, Any]:
+    """Rows and goals."""
+    parser = argparse.ArgumentParser(prog="bin/bench delta")
+    home = Path.home() / ".cache" / "temper"
+    parser.add_argument("--versions", type=Path, default=home / "delta-versions")
+    parser.add_argument("--cache", type=Path, default=home)
+    parser.add_argument("--rates", type=float, nargs="+", default=list(GOALS))
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--swaps", type=int, default=120, help="0 leaves the pause out")
+    given = parser.parse_args(argv)
+    maker = _module("_weight_versions")
+    rows: list[Row] = []
+    goals: list[dict[str, Any]] = []
+
+    def goal(name: str, value: float, at_least: float | None = None, below: float | None = None) -> None:
+        met = value >= at_least if at_least is not None else below is not None and value < below
+        wanted = f">= {at_least}" if at_least is not None else f"< {below}"
+        goals.append({"name": name, "goal": wanted, "value": value, "met": met})
+
+    for rate in given.rates:
+        folder = given.versions / f"{rate:g}"
+        asyncio.run(maker.make(folder, rate, given.steps, given.cache))
+        row = measure_bytes(rate, maker.read(folder))
+        rows.append(row)
+        if rate in GOALS:
+            goal(f"ratio to a full bf16 copy at learning rate {rate:g}", row["ratio"], GOALS[rate])
+        old, new = [w for w in maker.read(folder) if w.version.ordinal in (given.steps // 2, given.steps // 2 + 1)]
+        speed = measure_speed(rate, old, new)
+        rows.append(speed)
+        for name, least in (
+            ("encode", 1.0),
+            ("decode", 1.0),
+            ("encode_with_digest", 0.45),
+            ("stage_with_digest", 0.45),
+        ):
+            goal(f"{name} at {rate:g}, GB/s a core", speed[f"{name}_gb_s"], least)
+    if given.swaps:
+        from temper.learner.smollm2 import convert
+
+        folder = given.versions / f"{given.rates[0]:g}"
+        some = [weights for weights in maker.read(folder) if weights.version.ordinal < 8]
+        pause = asyncio.run(measure_pause(convert(given.cache), some, given.swaps))
+        rows.append(pause)
+        goal(f"pause of an actor at a swap, p99 over {given.swaps}, ms", pause["pause_p99_ms"], below=50.0)
+    return {"rows": rows, "goals": goals}
