@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections import Counter
 from typing import Literal
 
 from temper.actor.bundle import unpack_bundle
@@ -65,7 +66,8 @@ class ActorDaemon(PeerDaemon):
         self._grader: SandboxGrader | None = None
         self._engine: Engine | None = None
         self._host = host
-        self._counted: tuple[float, ...] = (0, 0, 0, 0, 0, 0)
+        self._counted: tuple[float, ...] = (0, 0, 0, 0, 0, 0, 0)
+        self._reseeds: Counter[str] = Counter()
 
     # ------------------------------------------------------------ life
 
@@ -185,6 +187,7 @@ class ActorDaemon(PeerDaemon):
                 metrics.ACTOR_WAIT: engine.counts.idle_s,
                 metrics.ACTOR_SWAPS: engine.counts.swaps,
                 metrics.ACTOR_RESEEDS: client.reseeds.total(),
+                metrics.ACTOR_FETCHED: client.fetched_nbytes,
                 metrics.ACTOR_JOBS: grader.counts.jobs,
                 metrics.ACTOR_CACHE_HITS: grader.counts.shared,
             }
@@ -193,6 +196,12 @@ class ActorDaemon(PeerDaemon):
             self._counted = tuple(now.values())
             self.meter.set(metrics.ACTOR_ROWS, engine.counts.rows)
             self.meter.set(metrics.ACTOR_PAUSE, engine.counts.last_pause_s)
+            if client.last is not None:
+                self.meter.set(metrics.ACTOR_FETCH_TIME, client.last.transfer_s)
+                self.meter.set(metrics.ACTOR_STAGE_TIME, client.last.stage_s)
+            for reason, count in (client.reseeds - self._reseeds).items():
+                self.meter.add(metrics.ACTOR_RESEED_REASONS.replace("*", reason), count)
+            self._reseeds = client.reseeds.copy()
         super().tick()
 
     # ------------------------------------------------------------ messages

@@ -75,6 +75,7 @@ class WeightClient:
         self.newest: Version | None = None
         self.reseeds: Counter[str] = Counter()
         self.last: FetchStats | None = None
+        self.fetched_nbytes = 0
         self.on_new_version: Callable[[Version], None] | None = None
         self._peer = peer
         self._threads = threads
@@ -167,6 +168,7 @@ class WeightClient:
                     ) from error
                 continue
             now = time.monotonic()
+            self.fetched_nbytes += update.nbytes
             self.last = FetchStats(update.nbytes, update.entries, transferred - began, now - transferred)
             return update
 

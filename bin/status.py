@@ -36,7 +36,7 @@ def render(status: RunStatus) -> RenderableType:
     for peer in status.peers:
         silent = f" (silent {peer.silent_s:.0f} s)" if peer.silent_s > 3 else ""
         progress = f"{clean(peer.progress)} ({peer.progress_age_s:.0f} s ago)" if peer.progress else "-"
-        version = "-" if peer.version is None else str(peer.version)
+        version = "-" if peer.version is None else f"{peer.version} {clean(peer.digest)[:8]}"
         cells = (
             clean(f"{peer.name} {peer.host}:{peer.pid}"),
             peer.role,

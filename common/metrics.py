@@ -81,6 +81,17 @@ ACTOR_SWAPS = declare("actor/weights/swaps_count", "swaps", "counter", "Weight v
 ACTOR_RESEEDS = declare(
     "actor/weights/reseeds_count", "reseeds", "counter", "Times a full copy was taken instead of a delta."
 )
+ACTOR_RESEED_REASONS = declare(
+    "actor/weights/reseeds_by_reason_count/*",
+    "reseeds",
+    "counter",
+    "The same by reason: gap, base, layout, malformed, truncated, digest, engine.",
+)
+ACTOR_FETCHED = declare("actor/weights/fetched_bytes", "bytes", "counter", "Weight bytes received and staged.")
+ACTOR_FETCH_TIME = declare("actor/weights/fetch_seconds", "s", "gauge", "Last fetch: from asking to the last byte.")
+ACTOR_STAGE_TIME = declare(
+    "actor/weights/stage_seconds", "s", "gauge", "Last fetch: decoding and hashing, beside sampling."
+)
 ACTOR_SAMPLES = declare("actor/samples/finished_count", "samples", "counter", "Samples finished and scored.")
 ACTOR_CACHE_HITS = declare(
     "actor/sandbox/shared_verdicts_count", "jobs", "counter", "Jobs answered by an identical job's verdict."
@@ -223,6 +234,9 @@ LEARNER_ROW_TOKENS = declare(
 LEARNER_STEPS = declare("learner/step/done_count", "steps", "counter", "RL steps done.")
 LEARNER_STEP_TIME = declare("learner/step/train_seconds", "s", "gauge", "Wall time of the last training step.")
 LEARNER_WAIT = declare("learner/wait/seconds", "s", "counter", "Time the learner waited for its batch.")
+LEARNER_ENCODE_TIME = declare(
+    "learner/weights/encode_seconds", "s", "gauge", "Hashing and encoding of the last version, beside training."
+)
 LEARNER_PUBLISH_TIME = declare(
     "learner/publish/seconds", "s", "gauge", "From the end of a step to its version being stored at the broker."
 )

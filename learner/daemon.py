@@ -171,6 +171,7 @@ class LearnerDaemon(PeerDaemon):
     def _on_published(self, published: Published) -> None:
         self.version = published.version
         values = {
+            names.LEARNER_ENCODE_TIME: published.encode_s,
             names.LEARNER_PUBLISH_TIME: published.encode_s + published.transfer_s,
             names.LEARNER_DELTA_BYTES: float(published.nbytes),
             names.LEARNER_DELTA_SHARE: published.nbytes / published.full_nbytes,

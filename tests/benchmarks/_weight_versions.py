@@ -80,10 +80,10 @@ def put(store: WeightStore, base: Weights | None, new: Weights) -> None:
 
 async def make(directory: Path, rate: float, steps: int, cache: Path) -> None:
     """Train `steps` steps at `rate` and log versions 0 .. steps in `directory`, unless they are there."""
-    store = WeightStore(directory, RUN)
-    newest = store.newest()
-    if newest is not None and newest.ordinal >= steps:
+    done = directory / "steps"
+    if done.is_file() and int(done.read_text()) >= steps:
         return
+    directory.mkdir(parents=True, exist_ok=True)
     for path in directory.iterdir():
         path.unlink()
     store = WeightStore(directory, RUN)
@@ -99,6 +99,7 @@ async def make(directory: Path, rate: float, steps: int, cache: Path) -> None:
             put(store, last, loop.weights)
             last = loop.weights
             print(f"rate {rate} step {step + 1}: {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
+    done.write_text(f"{steps}\n", encoding="utf-8")
 
 
 def read(directory: Path) -> Iterator[Weights]:
