@@ -84,7 +84,7 @@ class Stats:
             sums.append((part_s * factor, (part_e + part_s * shift) * factor))
         self.m, self.s, self.e = top, sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]
 
-    def put(self, rows: Tensor, part: Stats) -> None:
+    def put(self, rows: Tensor | slice, part: Stats) -> None:
         """Store the finished statistics of `rows`."""
         self.m[rows], self.s[rows], self.e[rows], self.target[rows] = part.m, part.s, part.e, part.target
 
@@ -104,7 +104,7 @@ class Upstream:
         found = (self.logprob != 0) | (self.lse != 0)
         return found if self.entropy is None else found | (self.entropy != 0)
 
-    def at(self, rows: Tensor) -> Upstream:
+    def at(self, rows: Tensor | slice) -> Upstream:
         entropy = None if self.entropy is None else self.entropy[rows]
         return Upstream(self.logprob[rows], entropy, self.lse[rows], self.row_lse[rows], self.row_mean[rows])
 
@@ -140,10 +140,12 @@ def _buffers(count: int, rows: Tensor, vocabulary: int, workspace: int, like: Te
     return [torch.empty(size, dtype=like.dtype, device=like.device) for _ in range(count)]
 
 
-def _row_blocks(rows: Tensor, vocabulary: int, workspace: int) -> Iterator[Tensor]:
+def _row_blocks(rows: Tensor, count: int, vocabulary: int, workspace: int) -> Iterator[tuple[Tensor | slice, int]]:
+    """(the rows of a block, how many) of `rows` among `count`; slices, which copy nothing, where they are all of them."""
     size = max(1, workspace // max(1, min(vocabulary, COLUMNS)))
     for first in range(0, rows.numel(), size):
-        yield rows[first : first + size]
+        last = min(first + size, rows.numel())
+        yield (slice(first, last) if rows.numel() == count else rows[first:last]), last - first
 
 
 def _columns(rows: int, vocabulary: int, workspace: int) -> Iterator[tuple[int, int]]:
@@ -181,14 +183,14 @@ def dense_stats(
     """Fill `stats` at `rows` over the whole local vocabulary. target: local ids i64[N], outside 0..V-1 if elsewhere."""
     vocabulary = shard.weight.shape[0]
     memory = _buffers(2 if entropy else 1, rows, vocabulary, workspace, stats.m)
-    for block in _row_blocks(rows, vocabulary, workspace):
+    for block, height in _row_blocks(rows, hidden.shape[0], vocabulary, workspace):
         h, t, goal = hidden[block].to(shard.dtype), temperature[block], target[block]
-        part = Stats.empty(block.numel(), shard.dtype, h.device)
-        for first, last in _columns(block.numel(), vocabulary, workspace):
-            out = [flat[: block.numel() * (last - first)].view(-1, last - first) for flat in memory]
+        part = Stats.empty(height, shard.dtype, h.device)
+        for first, last in _columns(height, vocabulary, workspace):
+            out = [flat[: height * (last - first)].view(-1, last - first) for flat in memory]
             with _bf16_products(shard.exact_in_bf16(hidden)):
                 z, _ = shard.block(h, first, last, t, out[0])
-            picked = z.gather(1, (goal - first).clamp(0, last - first - 1)[:, None])[:, 0]
+            picked = z.gather(1, (goal - first).clamp_(0, last - first - 1)[:, None])[:, 0]
             part.target = torch.where((goal >= first) & (goal < last), picked, part.target)
             m = z.amax(1)
             z.sub_(torch.where(torch.isneginf(m), 0, m)[:, None])
@@ -221,11 +223,11 @@ def dense_backward(
     vocabulary = shard.weight.shape[0]
     low = shard.exact_in_bf16(hidden)
     memory = _buffers(1 if upstream.entropy is None else 2, rows, vocabulary, workspace, upstream.lse)
-    for block in _row_blocks(rows, vocabulary, workspace):
+    for block, height in _row_blocks(rows, hidden.shape[0], vocabulary, workspace):
         h, t, goal, up = hidden[block].to(shard.dtype), temperature[block], target[block], upstream.at(block)
         d_h = torch.zeros_like(h)
-        for first, last in _columns(block.numel(), vocabulary, workspace):
-            out = [flat[: block.numel() * (last - first)].view(-1, last - first) for flat in memory]
+        for first, last in _columns(height, vocabulary, workspace):
+            out = [flat[: height * (last - first)].view(-1, last - first) for flat in memory]
             with _bf16_products(low):
                 z, slope = shard.block(h, first, last, t, out[0])
                 d = up.of_logits(z, out[1] if len(out) > 1 else None)
