@@ -23,17 +23,16 @@ PREFIX = "model."
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def describing_files(run_dir: Path) -> dict[str, bytes]:
+def describing_files(folder: Path) -> dict[str, bytes]:
     """config.json, tokenizer.json and what else describes the model, from the run's bundle."""
-    folder = run_dir / BUNDLE_FOLDER
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{folder}: no config.json there: export where the broker's run directory is, after the run has started"
+            f"{folder}: no config.json there: the broker keeps it in its run directory; name that folder with --bundle"
         )
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != BUNDLE_INDEX}
 
 
-def export(run_dir: Path, out: Path, version: int | None, dtype_name: str | None) -> int:
+def export(run_dir: Path, out: Path, bundle: Path, version: int | None, dtype_name: str | None) -> int:
     """Write the folder; returns the version it holds."""
     import torch
     from safetensors.torch import save_file
@@ -41,7 +40,7 @@ def export(run_dir: Path, out: Path, version: int | None, dtype_name: str | None
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists already: choose a new folder")
-    files = describing_files(run_dir)
+    files = describing_files(bundle)
     root = run_dir / "checkpoints"
     kept = checkpoint.versions(root)
     if not kept:
@@ -50,7 +49,8 @@ def export(run_dir: Path, out: Path, version: int | None, dtype_name: str | None
         raise ConfigError(f"{root}: no checkpoint of version {version}; there are {', '.join(map(str, kept))}")
     found = checkpoint.load_newest(root) if version is None else checkpoint.load(root / checkpoint.folder_name(version))
     if dtype_name is None:
-        dtype_name = recipes.load(str(run_dir / RECIPE_FILE)).model.serving_dtype
+        recipe_file = run_dir / RECIPE_FILE  # missing beside a learner that runs without `temper run`
+        dtype_name = recipes.load(str(recipe_file)).model.serving_dtype if recipe_file.exists() else "float32"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype_name]
     weights = {
         name.removeprefix(PREFIX): tensor.to(dtype).contiguous()
@@ -83,14 +83,21 @@ def main(argv: Sequence[str]) -> int:
         description="A run's trained model as a folder that transformers loads.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the broker's run directory")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory with the checkpoints")
     parser.add_argument("out", metavar="OUT", type=Path, help="a new folder")
+    parser.add_argument("--bundle", metavar="DIR", type=Path, help="config and tokenizer (default: RUN/bundle)")
     parser.add_argument("--version", metavar="N", type=int, help="which checkpoint (default: the newest)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the recipe's serving_dtype"
     )
     arguments = parser.parse_args(argv)
-    version = export(arguments.run, arguments.out, arguments.version, arguments.dtype)
+    version = export(
+        arguments.run,
+        arguments.out,
+        arguments.bundle or arguments.run / BUNDLE_FOLDER,
+        arguments.version,
+        arguments.dtype,
+    )
     size = sum(path.stat().st_size for path in arguments.out.iterdir())
     print(f"version {version} in {arguments.out} ({size / 1e6:.1f} MB)")
     return 0
