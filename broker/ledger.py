@@ -165,17 +165,12 @@ class Ledger:
             return None
         state = json.loads(row[0])
         oldest = state["oldest_checkpoint"] or 0
-        groups = {}
-        for values in self._db.execute("SELECT * FROM groups WHERE state NOT IN ('void', 'reported')"):
-            group = rows.group_of(values)
-            if group.state != "trained" or (group.version or 0) >= oldest:
-                groups[group.group_id] = group
+        groups = {values[0]: rows.group_of(values) for values in self._db.execute(rows.LIVE_GROUPS, (oldest,))}
         leases = []
-        for values in self._db.execute("SELECT * FROM leases"):
+        for values in self._db.execute(rows.LIVE_LEASES, (oldest,)):
             lease = rows.lease_of(values)
-            if lease.lease_id in groups:
-                lease.have = set(self.payloads.have.get(lease.lease_id, ()))
-                leases.append(lease)
+            lease.have = set(self.payloads.have.get(lease.lease_id, ()))
+            leases.append(lease)
         letters = [rows.letter_of(values) for values in self._db.execute(rows.DEAD_LETTERS)]
         return Restored(state, leases, list(groups.values()), letters[::-1])
 
