@@ -21,9 +21,9 @@ import subprocess
 from collections.abc import Sequence
 
 from temper.common.schema import Limits
-from temper.sandbox import init as protocol
 from temper.sandbox import tree
 from temper.sandbox.cgroups import Hierarchy, Leaf
+from temper.sandbox.inside import protocol
 from temper.sandbox.jail import Profile
 from temper.sandbox.run import KILL_TIMEOUT_S, JailFailed, Request, Run
 from temper.sandbox.spawner import Spawner

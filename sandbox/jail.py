@@ -20,8 +20,8 @@ from temper.common.errors import EnvironmentFault
 from temper.sandbox.libraries import JUDGE_LIBRARIES, PROGRAM_LIBRARIES, binds_of, find_libraries
 
 POLICY = Path(__file__).with_name("policy.cfg")
-INIT = Path(__file__).with_name("init.py")
-INIT_IN_JAIL = "/opt/temper/init.pyc"
+INSIDE = Path(__file__).with_name("inside")
+INSIDE_IN_JAIL = "/opt/temper"
 CONTROL_FD = 3
 NOBODY = 65534
 RERUN_SHARE = 0.01
@@ -155,18 +155,27 @@ class Host:
         return ["-u", str(NOBODY), "-g", str(NOBODY)]
 
     def command(
-        self, profile: Profile, log_fd: int, control_fd: int, pid_fd: int, init: Path, reachable: Mapping[Path, Path]
+        self, profile: Profile, log_fd: int, control_fd: int, pid_fd: int, inside: Path, reachable: Mapping[Path, Path]
     ) -> list[str]:
-        """nsjail's command line. `control_fd` is the init's socket, `pid_fd` see init.Pids, `init` the init's file,
+        """nsjail's command line. `control_fd` is the init's socket, `pid_fd` see inside/warm.py, `inside` the compiled init,
         `reachable` where the jail's uid reaches a path that it cannot walk to."""
         binds = {**self.binds, **binds_of(dict(profile.libraries))}
         if self.interpreter.outside_usr:
             binds[str(self.interpreter.prefix)] = str(self.interpreter.prefix)
         command = [str(self.nsjail), "-q", "-C", str(POLICY), "-Mr", "--log_fd", str(log_fd), *self.identity()]
-        command += ["--pass_fd", str(control_fd), "-R", f"{init}:{INIT_IN_JAIL}"]
+        command += ["--pass_fd", str(control_fd), "-R", f"{inside}:{INSIDE_IN_JAIL}"]
         if pid_fd >= 0:
             command += ["--pass_fd", str(pid_fd), "--cap", "CAP_CHECKPOINT_RESTORE"]
         for source, target in binds.items():
             command += ["-R", f"{reachable.get(Path(source), source)}:{target}"]
-        command += ["--", str(self.interpreter.binary), "-S", "-s", "-P", INIT_IN_JAIL, str(control_fd), str(pid_fd)]
+        command += [
+            "--",
+            str(self.interpreter.binary),
+            "-S",
+            "-s",
+            "-P",
+            f"{INSIDE_IN_JAIL}/init.pyc",
+            str(control_fd),
+            str(pid_fd),
+        ]
         return [*command, *profile.preload]

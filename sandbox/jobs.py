@@ -12,14 +12,14 @@ import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from temper.common.schema import Checker, Limits, SandboxJob, TestCase, Verdict
-from temper.sandbox import init as protocol
 from temper.sandbox import verdicts
 from temper.sandbox.cell import Cell
+from temper.sandbox.inside import protocol
+from temper.sandbox.jail import INSIDE
 from temper.sandbox.languages import BUILD_LIMITS, BUILT_LIMIT_BYTES, LANGUAGES, PROGRAM, Language
 from temper.sandbox.run import Request
 from temper.sandbox.streams import pack_bundle, sealed
@@ -27,7 +27,6 @@ from temper.sandbox.verdicts import Facts, Judgement
 
 Judges = Callable[[], AbstractAsyncContextManager[Cell]]
 
-INSIDE = Path(__file__).with_name("inside")
 SUITE_FILE = "suite.txt"
 
 

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 
 from temper.common.schema import Limits
-from temper.sandbox import init as protocol
+from temper.sandbox.inside import protocol
 
 TOOLS = "/usr/local/bin:/usr/bin:/bin"
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from temper.common.schema import Limits
-from temper.sandbox import init as protocol
 from temper.sandbox import tree
+from temper.sandbox.inside import protocol
 from temper.sandbox.streams import Stream, sealed
 from temper.sandbox.verdicts import Facts, Killed
 

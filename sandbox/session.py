@@ -15,11 +15,12 @@ from pathlib import Path
 
 from temper.common.log import log
 from temper.common.schema import Limits, SandboxJob, TestCase, Verdict
-from temper.sandbox import init as protocol
 from temper.sandbox import tree, verdicts
 from temper.sandbox.admission import refuse_names
 from temper.sandbox.cell import Cell
-from temper.sandbox.jobs import INSIDE, inside, run_files
+from temper.sandbox.inside import protocol
+from temper.sandbox.jail import INSIDE
+from temper.sandbox.jobs import inside, run_files
 from temper.sandbox.run import CHECK_S, JailFailed, Request, header_of
 from temper.sandbox.streams import Stream, pack_bundle, sealed
 from temper.sandbox.verdicts import Facts, Killed

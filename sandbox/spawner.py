@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from temper.common.errors import EnvironmentFault
-from temper.sandbox.jail import INIT, Host, Interpreter, Profile, enterable_by_others
+from temper.sandbox.jail import INSIDE, Host, Interpreter, Profile, enterable_by_others
 
 _CLONE_NEWNS = 0x00020000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
@@ -26,15 +26,29 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 T = TypeVar("T")
 
 
-def compiled_init(interpreter: Interpreter, folder: Path) -> Path:
-    """The init as byte code of the jails' interpreter, in `folder`: compiling it at each start would cost milliseconds."""
-    target = folder / "init.pyc"
-    code = "import py_compile, sys; py_compile.compile(sys.argv[1], sys.argv[2], 'init.py', doraise=True, optimize=2)"
-    command = [str(interpreter.binary), "-I", "-S", "-c", code, str(INIT), str(target)]
+INIT_PARTS = ("init", "program", "protocol", "warm", "workspace")
+_COMPILE = """
+import py_compile, sys
+for source, target, name in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3]):
+    py_compile.compile(source, target, name, doraise=True, optimize=2)
+"""
+
+
+def compiled_inside(interpreter: Interpreter, folder: Path) -> Path:
+    """The init's modules as byte code of the jails' interpreter, in a folder below `folder`: compiling them at each start
+    would cost milliseconds. Their names there begin with ``temper_``, so that no program's own module is mistaken."""
+    target = folder / "inside"
+    target.mkdir(mode=0o755)
+    parts = []
+    for part in INIT_PARTS:
+        name = "init" if part == "init" else f"temper_{part}"
+        parts += [str(INSIDE / f"{part}.py"), str(target / f"{name}.pyc"), f"{name}.py"]
+    command = [str(interpreter.binary), "-I", "-S", "-c", _COMPILE, *parts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     if done.returncode != 0:
         raise EnvironmentFault(f"the sandbox's interpreter {interpreter.binary} failed: {done.stderr.strip()[-300:]}")
-    target.chmod(0o444)
+    for path in target.iterdir():
+        path.chmod(0o444)
     return target
 
 
@@ -43,7 +57,7 @@ class Spawner:
 
     def __init__(self, host: Host, folder: Path) -> None:
         self.host = host
-        self.init = compiled_init(host.interpreter, folder)
+        self.inside = compiled_inside(host.interpreter, folder)
         self.reachable: dict[Path, Path] = {}
         # nsjail gets SIGTERM when this thread dies, so that even SIGKILL of the worker leaves nothing running.
         setpriv = shutil.which("setpriv")
@@ -66,7 +80,7 @@ class Spawner:
         """Start one jail (call it in the thread)."""
         pid_fd = _last_pid_fd()
         try:
-            command = self.host.command(profile, log_fd, control_fd, pid_fd, self.init, self.reachable)
+            command = self.host.command(profile, log_fd, control_fd, pid_fd, self.inside, self.reachable)
             return _popen(
                 [*self._follower, *command], log_fd, (control_fd, log_fd, *((pid_fd,) if pid_fd >= 0 else ()))
             )

@@ -80,7 +80,7 @@ class State:
 
 def _end_processes(folder: Path) -> None:
     """SIGTERM to the nsjail processes that were started out of `folder`: they take their jails with them."""
-    mark = f"{folder.name}/init.pyc:".encode()
+    mark = f"{folder.name}/inside:".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError, ProcessLookupError):
             if mark in path.read_bytes():

@@ -1,0 +1,155 @@
+"""PID 1 of a jail: runs one program at a time and reports its true wait status and resource use.
+
+The worker compiles this file and the ones beside it, binds them into the jail and starts this one as a script (``python -S -s
+-P``); nothing here may import Temper, nor any module that Python does not have built in: that would cost every start
+milliseconds. It guarantees that
+- the bytes of a program (source, files, stdin, output) never enter this process: it gets file descriptors, and only the
+  forked child reads them. So a later program, which is a fork of this process too, finds nothing of an earlier one;
+- a report is sent only after every process of the program has been killed and reaped;
+- when the worker dies, the control socket closes, this process exits and the kernel kills all that is left.
+"""
+
+import _signal as signal
+import _socket
+import _struct as struct
+import posix
+import select
+import sys
+import time
+from posix import _exit
+
+sys.path.insert(0, "/opt/temper")
+
+from temper_program import child
+from temper_protocol import KEEP, REPORT, REQUEST
+from temper_warm import Pids, open_streams, warm_up
+from temper_workspace import clean, inodes_used, is_folder, level_spaces
+
+del sys.path[0]
+
+ORPHAN_S = 1.0  # an nsjail that has outlived its worker makes jails until it is swept: slowly, then
+LIBRARIES = "/opt/libraries"
+POLL_MS = 100
+
+
+def kill_all() -> None:
+    """SIGKILL to every process of the jail but this one; the kernel does it atomically against forks."""
+    try:  # noqa: SIM105 - contextlib would cost every start a millisecond
+        posix.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def interrupt(group: int) -> None:
+    try:  # noqa: SIM105
+        posix.killpg(group, signal.SIGINT)
+    except ProcessLookupError:
+        pass
+
+
+def watch(sock: _socket.socket, pid: int, cpu_s: float) -> tuple[int, float, int, bool]:
+    """Wait for the program's main process while the worker may ask for its death; reap what is reparented to us."""
+    clock = (~pid << 3) | 2  # the process's cpu clock, see clock_getcpuclockid(3)
+    over = False
+    total, peak = 0.0, 0
+    pidfd = posix.pidfd_open(pid)
+    poller = select.poll()
+    poller.register(sock.fileno(), select.POLLIN)
+    poller.register(pidfd, select.POLLIN)
+    status = None
+    while status is None:
+        for fd, _ in poller.poll(POLL_MS):
+            if fd == sock.fileno():
+                word = sock.recv(1)
+                if word == b"I":
+                    interrupt(pid)
+                elif word == b"K":
+                    kill_all()
+                else:
+                    _exit(0)  # the worker is gone
+        try:
+            if not over and time.clock_gettime(clock) > cpu_s:
+                over = True
+                kill_all()
+        except OSError:
+            pass  # it has just ended
+        while True:
+            reaped, state, usage = posix.wait4(-1, posix.WNOHANG)
+            if not reaped:
+                break
+            total += usage.ru_utime + usage.ru_stime
+            peak = max(peak, usage.ru_maxrss)
+            if reaped == pid:
+                status = state
+                break
+    posix.close(pidfd)
+    return status, total, peak, over
+
+
+def kill_rest() -> tuple[int, float]:
+    """Kill every process but this one and reap them all: (number, cpu seconds)."""
+    kill_all()
+    count, cpu = 0, 0.0
+    while True:
+        try:
+            _, _, usage = posix.wait4(-1, 0)
+        except ChildProcessError:
+            return count, cpu
+        count += 1
+        cpu += usage.ru_utime + usage.ru_stime
+
+
+def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel spares the first process of a pid namespace
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    if is_folder(LIBRARIES):
+        sys.path.append(LIBRARIES)
+    open_streams()
+    warm_up(preload)
+    posix.umask(0o022)
+    sock = _socket.socket(fileno=control_fd)
+    pids = Pids(pid_fd)
+    pids.restart()
+    level_spaces()
+    empty = inodes_used()
+    sock.send(b"R")
+    while True:
+        data, ancillary, _, _ = sock.recvmsg(REQUEST.size, 64)
+        if not data:
+            time.sleep(ORPHAN_S)
+            _exit(0)
+        fds = [fd for _, _, raw in ancillary for fd in struct.unpack(f"{len(raw) // 4}i", raw)]
+        if data == b"Q":
+            _exit(0)
+        if len(data) != REQUEST.size:
+            continue  # a late kill or interrupt
+        request = REQUEST.unpack(data)
+        started = time.monotonic()
+        pids.restart()
+        pid = posix.fork()
+        if not pid:
+            child(request, fds, pids.drop)
+        for fd in fds:
+            posix.close(fd)
+        status, cpu, peak, over = watch(sock, pid, request[2])
+        wall = time.monotonic() - started
+        killed, cpu_rest = kill_rest()
+        sock.send(REPORT.pack(status, cpu + cpu_rest, wall, peak, killed, over))
+        if not request[1] & KEEP:
+            clean(empty)
+        sock.send(b"R")
+
+
+def start(control_fd: int, pid_fd: int, preload: list[str]) -> None:
+    """`main`, whose failure is told to the worker: nsjail would start one jail after the other in vain."""
+    try:
+        main(control_fd, pid_fd, preload)
+    except BaseException as error:
+        _socket.socket(fileno=posix.dup(control_fd)).send(b"E" + f"{type(error).__name__}: {error}".encode()[:500])
+        time.sleep(ORPHAN_S)
+        raise
+
+
+if __name__ == "__main__":
+    start(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
