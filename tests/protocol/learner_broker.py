@@ -119,7 +119,10 @@ class StandIn:
                 self.over.set()
                 self.control.send(delivery.peer, Drain(body.reason, 5.0))
             elif isinstance(body, Metrics):
-                self.control.send(delivery.peer, Metrics("actor-1", {"actor/engine/sampled_tokens": 10.0}, {"broker/void/no contrast": 3.0}))
+                self.control.send(
+                    delivery.peer,
+                    Metrics("actor-1", {"actor/engine/sampled_tokens": 10.0}, {"broker/void/no contrast": 3.0}),
+                )
 
     def _hand_out(self, lane: str, version: int | None = None) -> None:
         assert self.learner is not None

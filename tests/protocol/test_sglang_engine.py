@@ -166,6 +166,27 @@ def test_an_update_that_is_not_taken_is_noticed_and_mended_by_a_full_copy(tmp_pa
     play(scenario)
 
 
+def test_a_model_that_cannot_be_read_is_checked_by_its_checksum(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as engine:
+            await misbehave(engine, unreadable=1)
+            chain = [weights(0)]
+            for ordinal in (1, 2):
+                chain.append(weights(ordinal, chain[-1]))
+                await engine.apply(update(chain[-1], chain[-2]))
+            await misbehave(engine, lose=1)
+            with pytest.raises(EngineError, match="checksum is still that of before"):
+                await engine.apply(update(weights(3, chain[-1]), chain[-1]))
+            await engine.apply(update(weights(3)))
+            assert (await engine.generate(ask())).version_runs == [(5, 3, 6)]
+            with pytest.raises(EngineError):
+                await misbehave(engine, die=True)
+            await until(lambda: engine.restarts == 1)
+            assert (await engine.generate(ask())).version_runs == [(5, 3, 6)]  # the same weights again
+
+    play(scenario)
+
+
 def test_recomputing_retracts_and_flushes(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(tmp_path, recompute=True) as engine:

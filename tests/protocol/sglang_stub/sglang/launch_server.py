@@ -118,9 +118,15 @@ class Server:
         return web.json_response({"success": True, "message": ""})
 
     async def read(self, request: web.Request) -> web.Response:
+        if self.wrong.get("unreadable"):
+            return web.json_response({"error": {"message": "Get parameter by name failed"}}, status=400)
         body = await request.json()
         tensor = self.tensors.get(body["name"])
         return web.json_response(None if tensor is None else tensor[: body["truncate_size"]].tolist())
+
+    async def checksum(self, request: web.Request) -> web.Response:
+        sums = {name: str(tensor.tolist()) for name, tensor in self.tensors.items()}
+        return web.json_response({"success": True, "message": "", "ranks": [{"checksums": sums}]})
 
 
 def main() -> None:
@@ -146,6 +152,7 @@ def main() -> None:
         "update_weights_from_tensor": server.update,
         "update_weight_version": server.rename,
         "get_weights_by_name": server.read,
+        "weights_checker": server.checksum,
     }.items():
         application.router.add_post(f"/{path}", handler)
     web.run_app(application, host="127.0.0.1", port=options.port, print=None)
