@@ -146,7 +146,8 @@ class Router:
         try:
             remote.session.reliable(outgoing(kind, raw_meta, frames, version), self._loop.time())
         except Backlogged as error:
-            self.refuse(peer, "overflow", str(error))
+            self._shut(peer, Refused("overflow", str(error)))
+            self._loop.call_soon(self._report_closures)  # not from within the caller's loop over peers
             return False
         return True
 
@@ -190,15 +191,9 @@ class Router:
 
     def refuse(self, peer: PeerId, code: str, reason: str) -> None:
         """Tell the peer why, then forget it; `on_closed` is called if it was let in."""
-        answer = Refused(code, reason)
-        self._remember(peer, answer)
-        self._answer(peer, answer)
-        if self._peers.pop(peer, None) is None:
-            return
-        if self._receiving:  # after what it sent before
-            self._closures.append((peer, reason))
-        else:
-            self._on_closed(peer, reason)
+        self._shut(peer, Refused(code, reason))
+        if not self._receiving:  # else after what it sent before
+            self._report_closures()
 
     def forget(self, peer: PeerId, reason: str = "the session was closed") -> None:
         """Drop a peer that said goodbye, or whose other socket was closed; `on_closed` is not called."""
@@ -239,8 +234,7 @@ class Router:
             self._receiving = False
         if batch:
             self._on_batch(batch)
-        while self._closures:
-            self._on_closed(*self._closures.pop(0))
+        self._report_closures()
         self._debts.pay_urgent()
 
     def _take(self, parts: list[Any], batch: list[Delivery], now: float) -> int:
@@ -282,7 +276,7 @@ class Router:
     def _greet(self, peer: PeerId, known: _Remote | None, epoch: int, hello: Hello, now: float) -> None:
         if known is not None and known.epoch == epoch:
             known.heard_at = now
-            known.session.transient(self._welcome_of(known))
+            self._let_in(known)
             return
         if known is not None:
             raise ProtocolError(f"hello with epoch {epoch} on a connection that has epoch {known.epoch}")
@@ -299,16 +293,19 @@ class Router:
         remote = _Remote(session, epoch, hello, answer, self._link.user() if self._keys else "")
         remote.heard_at = now
         self._peers[peer] = remote
-        session.transient(self._welcome_of(remote))
+        self._let_in(remote)
 
-    def _welcome_of(self, remote: _Remote) -> Welcome:
+    def _let_in(self, remote: _Remote) -> None:
+        """Send the Welcome, the recipe in a frame: with hundreds of domains it is larger than a meta may be."""
         channel = remote.session.channel
-        return msgspec.structs.replace(
+        welcome = msgspec.structs.replace(
             remote.welcome,
+            recipe="",
             received=channel.acknowledged,
             limit_messages=channel.allowed_messages,
             limit_bytes=channel.allowed_bytes,
         )
+        remote.session.transient(welcome, [remote.welcome.recipe.encode()])
 
     # ------------------------------------------------------------ sending
 
@@ -317,6 +314,16 @@ class Router:
         if peer not in self._answered and len(self._answered) < CLOSED_REMEMBERED:
             self._answered.add(peer)
             Session(self._link, peer, self.epoch, Channel()).transient(refused)
+
+    def _shut(self, peer: PeerId, answer: Refused) -> None:
+        self._remember(peer, answer)
+        self._answer(peer, answer)
+        if self._peers.pop(peer, None) is not None:
+            self._closures.append((peer, answer.reason))
+
+    def _report_closures(self) -> None:
+        while self._closures:
+            self._on_closed(*self._closures.pop(0))
 
     def _tick(self) -> None:
         now = self._loop.time()

@@ -69,7 +69,8 @@ class Hello(Body, frozen=True):
 
 
 class Welcome(Body, frozen=True):
-    """B -> peer: accepted. `recipe` is the run's recipe as JSON; `received` the highest sequence taken from this peer."""
+    """B -> peer: accepted. `recipe` is the run's recipe as JSON (it travels in the one array frame, empty in the meta);
+    `received` the highest sequence taken from this peer."""
 
     KIND: ClassVar[int] = 2
     RELIABLE: ClassVar[bool] = False

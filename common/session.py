@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from temper.common.credit import Channel
-from temper.common.errors import ProtocolError, TemperError
+from temper.common.errors import ProtocolError
 from temper.common.link import Link
 from temper.common.schema import BODIES, Ack, Body
 from temper.common.wire import (
@@ -34,10 +34,8 @@ QUEUE_MESSAGES = 65_536
 QUEUE_BYTES = 256 * 1024 * 1024
 
 
-class Backlogged(TemperError):
-    """A peer takes so little that its queue is full."""
-
-    exit_code = 3
+class Backlogged(ProtocolError):
+    """A peer takes too little: its queue is full, or its whole window is smaller than a message."""
 
 
 class Outgoing(msgspec.Struct, eq=False, gc=False):
@@ -100,11 +98,11 @@ class Session:
     def reliable(self, message: Outgoing, now: float, *, bounded: bool = True) -> bool:
         """Send `message`, or queue it behind what waits for credit. True if it is in the window already.
 
-        Backlogged if the queue is full and `bounded`; ProtocolError if no credit could ever cover the message.
+        Backlogged if the queue is full and `bounded`, or if no credit could ever cover the message.
         """
         channel = self.channel
         if message.size > channel.largest_bytes:
-            raise ProtocolError(
+            raise Backlogged(
                 f"message of {message.size} bytes, but the peer takes at most {channel.largest_bytes} at once: split it"
             )
         if not self._queue and (sequence := channel.send(message, message.size, now)):

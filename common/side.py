@@ -57,6 +57,13 @@ def refusal(refused: Refused, address: str) -> TemperError:
     return kind(f"the broker at {address} refused this process ({refused.code}): {refused.reason}")
 
 
+def _with_recipe(welcome: Welcome, frames: list[Any]) -> Welcome:
+    try:
+        return msgspec.structs.replace(welcome, recipe=b"".join(frames).decode())
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"the recipe is no text: {error}") from error
+
+
 class Side:
     """One of the two sockets."""
 
@@ -135,7 +142,7 @@ class Side:
         kind = check_kind(number, sequence, self.kind == "bulk")
         now = time.monotonic()
         if kind is Welcome:
-            self._welcomed(decode(Welcome, parts[1]), epoch, now)
+            self._welcomed(_with_recipe(decode(Welcome, parts[1]), parts[2:]), epoch, now)
         elif kind is Refused:
             self._refused(decode(Refused, parts[1]))
         elif epoch != self.broker_epoch:

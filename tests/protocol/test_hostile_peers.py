@@ -189,6 +189,24 @@ def test_a_peer_that_takes_nothing_is_closed_once_its_queue_is_full(kit: Any) ->
     asyncio.run(mute())
 
 
+def test_a_peer_with_a_window_smaller_than_a_message_is_closed_after_the_sender_s_loop(kit: Any) -> None:
+    async def narrow() -> None:
+        broker = kit.Broker(kit.address)
+        bad = Raw(kit.address)
+        await bad.connected()
+        bad.body(Hello("actor", "narrow", "token", limit_messages=9, limit_bytes=3))
+        await bad.answer(Welcome)
+        assert not broker.control.send(broker.greeted[0], kit.lease(1))
+        assert broker.closed == [] and broker.control.peers == {}
+        refused = await bad.answer(Refused)
+        assert refused.code == "overflow" and "the peer takes at most 3 at once" in refused.reason
+        await broker.until(lambda: broker.closed)
+        bad.close()
+        broker.close()
+
+    asyncio.run(narrow())
+
+
 def test_a_repeated_hello_is_answered_again_and_starts_nothing_anew(kit: Any) -> None:
     async def repeat() -> None:
         broker = kit.Broker(kit.address)

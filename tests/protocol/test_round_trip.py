@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from temper.common import keys
 from temper.common.errors import PeerLost, ProtocolError
-from temper.common.schema import Chunk, Drain, Fetch, Heartbeat, Lease, Samples, Touch, Version
+from temper.common.schema import Chunk, Drain, Fetch, Heartbeat, Lease, Samples, Touch, Version, Welcome
 
 MEBIBYTE = 1024 * 1024
 
@@ -288,3 +288,16 @@ def test_a_killed_daemon_is_noticed_and_named(kit: Any) -> None:
         broker.close()
 
     asyncio.run(serve())
+
+
+def test_a_recipe_with_hundreds_of_domains_arrives(kit: Any) -> None:
+    async def large() -> None:
+        broker = kit.Broker(kit.address)
+        recipe = "{" + "é" * 200_000 + "}"
+        broker.answer = lambda hello: Welcome("run-1", recipe, 7, 1.0)
+        peer = kit.peer()
+        assert (await peer.open(10)).recipe == recipe
+        await peer.close("done", 0)
+        broker.close()
+
+    asyncio.run(large())
