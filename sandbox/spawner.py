@@ -52,6 +52,18 @@ def compiled_inside(interpreter: Interpreter, folder: Path) -> Path:
     return target
 
 
+def follower() -> list[str]:
+    """Words before a command that give it SIGTERM when the thread that started it dies, however this process dies.
+
+    The shell then looks whether the parent is still there: it may have died before the signal was asked for. Empty where
+    setpriv is missing: then what a killed worker leaves goes on slowly until the next start sweeps it.
+    """
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        return []
+    return [setpriv, "--pdeathsig", "TERM", "--", "/bin/sh", "-c", '[ "$PPID" = "$0" ] && exec "$@"', str(os.getpid())]
+
+
 class Spawner:
     """`folder` is the worker's state folder; the init and what the jails' uid cannot walk to are made reachable in it."""
 
@@ -59,9 +71,7 @@ class Spawner:
         self.host = host
         self.inside = compiled_inside(host.interpreter, folder)
         self.reachable: dict[Path, Path] = {}
-        # nsjail gets SIGTERM when this thread dies, so that even SIGKILL of the worker leaves nothing running.
-        setpriv = shutil.which("setpriv")
-        self._follower = [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []
+        self._follower = follower()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="nsjail-spawner")
         if os.geteuid() == 0:
             for number, source in enumerate(sorted(host.sources())):
