@@ -164,7 +164,7 @@ class ActorDaemon(PeerDaemon):
         """The attempts that wait or run here."""
         held = self._serving.held.values() if self._serving is not None else ()
         running = [(h.lease.lease_id, h.lease.attempt) for h in held if not h.refused]
-        return Holding(attempts=[*self._queued, *running])
+        return Holding(self.peer.broker_epoch, attempts=[*self._queued, *running])
 
     def resynced(self, welcome: Welcome) -> None:
         """Jobs, the bundle and weights on their way were in the broker's memory only: ask again."""

@@ -167,6 +167,8 @@ class ControlDesk:
                 self.router.acknowledge(delivery.peer, delivery.sequence)
                 self.router.forget(delivery.peer, "goodbye")
                 self.left(delivery.peer, f"goodbye ({body.reason})", clean=body.exit_code == 0)
+            case schema.Holding() if body.epoch != self.router.epoch:
+                pass  # told to an incarnation that is gone: another one follows
             case _:
                 self._steered = True
                 self.take(ev.Received(key, body))

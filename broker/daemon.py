@@ -203,7 +203,15 @@ class Broker(Daemon):
                 continue
             log(f"{hello.role} {hello.name} joined (pid {hello.pid} on {hello.host or 'this host'})")
             slots = hello.slots or (self.recipe.engine.leases_in_flight if hello.role in ("actor", "eval") else 0)
-            self.control.take(ev.Joined(key, hello.role, hello.name, slots, returning=hello.received > 0))
+            self.control.take(
+                ev.Joined(
+                    key,
+                    hello.role,
+                    hello.name,
+                    slots,
+                    returning=hello.known_epoch not in (0, self.control.router.epoch),
+                )
+            )
             if self.weights.newest is not None and hello.role in ("actor", "eval", "learner"):
                 self.control.router.send(peer, schema.NewVersion(self.weights.newest))
             if self.core.closing:

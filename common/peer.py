@@ -90,6 +90,11 @@ class Peer:
 
     # ------------------------------------------------------------ what a daemon calls
 
+    @property
+    def broker_epoch(self) -> int:
+        """The broker's incarnation that this peer last shook hands with, 0 before the first."""
+        return self._sides[0].broker_epoch if self._sides else 0
+
     def on(self, body: type[B], handler: Callable[[B, list[memoryview]], None]) -> None:
         """Have `handler(body, frames)` called for each message of that type. One handler a type."""
         self._handlers[body] = handler

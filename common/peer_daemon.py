@@ -72,7 +72,7 @@ class PeerDaemon(Daemon):
     def holding(self) -> Holding:
         """Override: what of the broker's this daemon still has. The broker asks for it after a restart, and takes back
         what is not named: it may never have arrived."""
-        return Holding()
+        return Holding(self.peer.broker_epoch)
 
     def resynced(self, welcome: Welcome) -> None:
         """The broker restarted and knows us again; what it had acknowledged it still has, the rest went out again. Override

@@ -66,6 +66,7 @@ class Hello(Body, frozen=True):
     received: int = 0  # highest sequence received from the broker on this socket (resume after a broker restart)
     limit_messages: int = 0  # credit the broker has to begin with, cumulative like an Ack's
     limit_bytes: int = 0
+    known_epoch: int = 0  # the broker's incarnation that this peer last shook hands with, 0 = none
 
 
 class Welcome(Body, frozen=True):
@@ -157,9 +158,11 @@ class Holding(Body, frozen=True):
 
     Actors: `attempts` (lease_id, attempt) that they work on. Learner: ids of `groups` received and not yet done or void
     (those of evaluations under way too), and the `demand` outstanding by lane. Sandbox workers: `jobs` they run.
+    `epoch` is the incarnation of the broker that is told: said to one that died meanwhile, it is stale and ignored.
     """
 
     KIND: ClassVar[int] = 11
+    epoch: int
     attempts: list[tuple[int, int]] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     demand: dict[str, int] = field(default_factory=dict)

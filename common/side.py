@@ -95,6 +95,7 @@ class Side:
             msgspec.structs.replace(
                 self._owner.hello,
                 received=channel.received,
+                known_epoch=self.broker_epoch,
                 limit_messages=channel.allowed_messages,
                 limit_bytes=channel.allowed_bytes,
             )

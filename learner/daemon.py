@@ -145,7 +145,8 @@ class LearnerDaemon(PeerDaemon):
         groups = [*self._training, *(i for lane in lanes for i in self.inbox.ids(lane))]
         for evaluation in self.evaluations:
             groups += [group_id for taken in evaluation.groups.values() for group_id in taken]
-        return Holding(groups=groups, demand={lane: self.inbox.outstanding(lane) for lane in lanes})
+        epoch = self.peer.broker_epoch
+        return Holding(epoch, groups=groups, demand={lane: self.inbox.outstanding(lane) for lane in lanes})
 
     def resynced(self, welcome: Welcome) -> None:
         """Say what is here; a version on its way is published anew."""

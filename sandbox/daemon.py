@@ -83,7 +83,7 @@ class SandboxDaemon(PeerDaemon):
 
     def holding(self) -> Holding:
         """The jobs that run here."""
-        return Holding(jobs=list(self._jobs))
+        return Holding(self.peer.broker_epoch, jobs=list(self._jobs))
 
     def tick(self) -> None:
         self.meter.set(metrics.SANDBOX_RUNNING, len(self._jobs))

@@ -107,7 +107,7 @@ async def actor(address: str, name: str) -> None:
             found[2].set_result(None)
 
     def resynced(welcome: schema.Welcome) -> None:
-        peer.post(schema.Holding(attempts=list(held)))
+        peer.post(schema.Holding(peer.broker_epoch, attempts=list(held)))
         for body, frames, _ in list(jobs.values()):
             peer.post(body, frames)
 
@@ -133,7 +133,7 @@ async def worker(address: str, name: str) -> None:
             running[job.job_id] = asyncio.get_running_loop().create_task(work(job))
 
     def resynced(welcome: schema.Welcome) -> None:
-        peer.post(schema.Holding(jobs=list(running)))
+        peer.post(schema.Holding(peer.broker_epoch, jobs=list(running)))
 
     peer.on(schema.Job, on_job)
     peer.on(schema.JobCancel, lambda cancel, frames: None)
@@ -212,7 +212,7 @@ class Learner:
             await self.stepped.wait()
 
     def resynced(self, welcome: schema.Welcome) -> None:
-        self.peer.post(schema.Holding(groups=list(self.batch), demand={"train": self.asked}))
+        self.peer.post(schema.Holding(self.peer.broker_epoch, groups=list(self.batch), demand={"train": self.asked}))
 
 
 # ---------------------------------------------------------------- the soak

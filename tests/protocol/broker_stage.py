@@ -52,11 +52,12 @@ class Guest:
     def _keep(self, kind: type[schema.Body]) -> Callable[[Any, list[memoryview]], None]:
         return lambda body, frames: self.queues[kind].put_nowait((body, frames))
 
-    def says(self, body: schema.Body) -> None:
-        """Send this when the broker has come back."""
+    def holds(self, **held: Any) -> None:
+        """Say this when the broker has come back, after a word to an incarnation that died before it heard it."""
 
         def answer(welcome: schema.Welcome) -> None:
-            self.peer.post(body)
+            self.peer.post(schema.Holding(1))
+            self.peer.post(schema.Holding(self.peer.broker_epoch, **held))
 
         self.peer.on_resync = answer
 

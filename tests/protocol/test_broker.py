@@ -269,9 +269,9 @@ def test_peers_live_through_a_kill_of_the_broker(tmp_path: Path) -> None:
             s.process.kill()
             await s.process.wait()
 
-            learner.says(schema.Holding(groups=[first.group_id], demand={"train": 1}))
-            actor.says(schema.Holding(attempts=[(lease.lease_id, 1) for lease in leases[2:]]))
-            worker.says(schema.Holding(jobs=["j"]))
+            learner.holds(groups=[first.group_id], demand={"train": 1})
+            actor.holds(attempts=[(lease.lease_id, 1) for lease in leases[2:]])
+            worker.holds(jobs=["j"])
             await actor.peer.send(*samples(leases[1]))  # into the resend window: nobody is there
             await s.start("--resume")
             second, _ = await learner.next(schema.Group)
@@ -308,9 +308,9 @@ def test_what_was_lost_on_its_way_when_the_broker_died_goes_out_again(tmp_path: 
             s.process.kill()
             await s.process.wait()
             # as if the second group and the last lease had never arrived
-            learner.says(schema.Holding(groups=groups[:1], demand={"train": 1}))
+            learner.holds(groups=groups[:1], demand={"train": 1})
             held = [(leases[2].lease_id, 1), (77, 1)]
-            actor.says(schema.Holding(attempts=held))
+            actor.holds(attempts=held)
             await s.start("--resume")
             assert (await learner.next(schema.Group))[0].group_id == groups[1]
             again, _ = await actor.next(schema.Lease)

@@ -577,9 +577,9 @@ class Persistent:
         for peer in old.peers.values() if event is not None else ():
             if peer.role == "learner":
                 asked = {"train": sim.asked} if sim.asked else {}
-                tell(ev.Received(peer.peer, schema.Holding(groups=list(sim.batch), demand=asked)))
+                tell(ev.Received(peer.peer, schema.Holding(1, groups=list(sim.batch), demand=asked)))
             else:
-                tell(ev.Received(peer.peer, schema.Holding(attempts=sorted(sim.working[peer.peer]))))
+                tell(ev.Received(peer.peer, schema.Holding(1, attempts=sorted(sim.working[peer.peer]))))
         self.sim.core = core
         self.restarts += 1
         return actions
