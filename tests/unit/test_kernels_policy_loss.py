@@ -341,6 +341,20 @@ def test_invariant_under_split_packing_order_and_ranks(case, flags, random) -> N
         assert sums[name] == pytest.approx(float(value), rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.parametrize("loss", ["ppo", "ratio", "sapo", "dro", "gmpo"])
+def test_gradcheck_of_losses_without_stopped_gradients(loss: str) -> None:
+    flags = PolicyFlags(
+        loss=loss, base="mu", clip_low=0.25, clip_high=0.27, dro_beta=0.3, kl="k2", kl_coefficient=0.2,  # type: ignore[arg-type]
+        entropy_coefficient=0.1, aggregation="seq_mean_token_mean",
+    )  # fmt: skip
+    batch = packed(MU, ADVANTAGE, LENGTHS, PROX, ref=MU - 0.3)
+
+    def run(pi: Tensor, entropy: Tensor) -> Tensor:
+        return policy_loss(batch, pi, flags, Normalisers(5, 2, 3), entropy=entropy)[0]
+
+    assert torch.autograd.gradcheck(run, (PI.clone().requires_grad_(), torch.ones(5, dtype=F64).requires_grad_()))
+
+
 def test_an_empty_batch_has_loss_zero_and_every_metric() -> None:
     empty = torch.zeros(0, dtype=F64, requires_grad=True)
     loss, metrics = policy_loss(packed(empty.detach(), empty.detach(), ()), empty, PPO, Normalisers(0, 0, 0))
