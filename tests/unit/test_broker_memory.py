@@ -1,0 +1,142 @@
+"""The broker's memory is bounded by bytes: steps leave nothing behind, and a learner that takes nothing stops the actors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from temper.broker import events as ev
+from temper.broker.control import ControlDesk
+from temper.broker.core import BrokerCore
+from temper.broker.guests import Guests
+from temper.broker.ledger import Ledger
+from temper.common import schema
+from temper.common.arrays import pack_arrays
+from temper.common.config import Pacing, Recipe, Run
+from temper.common.delivery import Delivery
+from temper.common.metrics import Meter
+from temper.common.wire import pack_meta
+
+MIB = 1024 * 1024
+ACTOR, LEARNER = b"actor", b"learner"
+
+
+class Wire:
+    """In place of a Router: keeps what is sent."""
+
+    epoch = 1
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, schema.Body, Sequence[Any]]] = []
+        self.acknowledged = 0
+
+    def send(self, peer: bytes, body: schema.Body, frames: Sequence[Any] = (), version: int = 0) -> bool:
+        self.sent.append((peer, body, frames))
+        return True
+
+    def acknowledge(self, peer: bytes, sequence: int) -> None:
+        self.acknowledged += 1
+
+    def take(self) -> list[tuple[bytes, schema.Body, Sequence[Any]]]:
+        sent, self.sent = self.sent, []
+        return sent
+
+
+class Desk:
+    """A control desk without sockets."""
+
+    def __init__(self, folder: Path, cache_bytes: int, **pacing: Any) -> None:
+        recipe = Recipe(run=Run(max_steps=1_000_000), pacing=Pacing(samples_per_group=1, max_staleness=0, **pacing))
+        self.core, guests = BrokerCore(recipe), Guests("run")
+        self.ledger = Ledger(folder, "run", "memory", cache_bytes=cache_bytes)
+        self.wire = Wire()
+        self.desk = ControlDesk(
+            self.core,
+            self.ledger,
+            guests,
+            Meter("broker"),
+            finish=lambda over: None,
+            broken=self.broken,
+            status=lambda: b"",
+            fail_after_s=1.0,
+        )
+        self.desk.router = self.wire  # type: ignore[assignment]
+        for peer, role in ((LEARNER, "learner"), (ACTOR, "actor")):
+            key = guests.add(peer, schema.Hello(role, role, "session"))  # type: ignore[arg-type]
+            self.desk.take(ev.Joined(key, role, role, 1000))  # type: ignore[arg-type]
+
+    def broken(self, error: Exception) -> None:
+        raise error
+
+    def say(self, peer: bytes, body: schema.Body, frames: Sequence[Any] = ()) -> None:
+        meta = pack_meta(body)
+        size = len(meta) + sum(len(frame) for frame in frames)
+        self.desk.on_batch([Delivery(peer, type(body), (), body.KIND, 1, size, meta, list(frames))])  # type: ignore[arg-type]
+
+
+def sample(lease: schema.Lease, payload_bytes: int) -> tuple[schema.Samples, list[bytes]]:
+    tokens = payload_bytes // 9
+    mask = np.ones(tokens, np.uint8)
+    mask[0] = 0
+    specs, frames = pack_arrays(
+        {
+            "tokens": np.full(tokens, lease.lease_id % 1000, np.int32),
+            "behaviour_logprob": np.full(tokens, -1.0, np.float32),
+            "loss_mask": mask,
+            "cu_seqlens": np.array([0, tokens], np.int64),
+        }
+    )
+    meta = schema.SampleMeta(0, "stop", 1.0, True, {}, "ok", [(1, lease.min_version, tokens)])
+    return schema.Samples(lease.lease_id, lease.attempt, 1, [meta], specs), [bytes(frame) for frame in frames]
+
+
+def rss() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def test_a_thousand_steps_of_a_mebibyte_leave_nothing_behind(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, 8 * MIB, groups_per_step=1)
+    desk.say(LEARNER, schema.LearnerReady(1, None, 0, 0))
+    desk.say(LEARNER, schema.Phase("train", {"a": (0, 1.0)}, 1, 1))
+    before = 0
+    for version in range(1000):
+        desk.say(LEARNER, schema.Demand("train", 1))
+        (lease,) = (body for _, body, _ in desk.wire.take() if isinstance(body, schema.Lease))
+        desk.say(ACTOR, *sample(lease, MIB))
+        ((_, group, frames),) = desk.wire.take()
+        assert isinstance(group, schema.Group)
+        assert sum(len(frame) for frame in frames) > 0.9 * MIB
+        desk.say(LEARNER, schema.Done(version, [group.group_id], {}, True))
+        if version % 10 == 9:
+            desk.say(LEARNER, schema.Covered(version + 1, version + 1, ""))
+            desk.desk.settle(force=True)
+        if version == 100:
+            before = rss()
+    assert rss() - before < 20 * MIB
+    assert len(desk.core.leases.leases) < 20
+    assert sum(file.stat().st_size for file in (tmp_path / "segments").iterdir()) < 100 * MIB
+
+
+@pytest.mark.parametrize("cap", [4 * MIB])
+def test_a_learner_that_takes_nothing_stops_the_actors_and_the_rest_lies_on_disk(tmp_path: Path, cap: int) -> None:
+    desk = Desk(tmp_path, cap, groups_per_step=64)
+    desk.say(LEARNER, schema.LearnerReady(1, None, 0, 0))
+    desk.say(LEARNER, schema.Phase("train", {"a": (0, 1.0)}, 64, 1))
+    leases = [body for _, body, _ in desk.wire.take() if isinstance(body, schema.Lease)]
+    assert len(leases) == 64
+    before = rss()
+    for lease in leases:
+        desk.say(ACTOR, *sample(lease, MIB))
+        assert desk.ledger.payloads.cached_bytes <= cap + MIB
+    assert desk.wire.take() == []  # nothing more goes out
+    assert desk.wire.acknowledged > 64
+    assert rss() - before < cap + 16 * MIB
+    desk.say(LEARNER, schema.Demand("train", 64))
+    groups = desk.wire.take()
+    assert [body.group_id for _, body, _ in groups] == [lease.lease_id for lease in leases]  # type: ignore[attr-defined]
+    for _, body, frames in groups:
+        assert np.frombuffer(frames[0], np.int32)[0] == body.group_id % 1000  # type: ignore[attr-defined]
