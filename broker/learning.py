@@ -50,7 +50,9 @@ class Learning:
             return []  # said before
         run.owner, run.lineage = peer, body.lineage
         run.version, run.steps_done, run.evaluations = body.version, body.steps_done, 0
-        run.phase = None
+        run.phase = run.failed = None  # whatever ended an earlier attempt at this run may be mended
+        run.paused.clear()
+        run.quarantine_row.clear()
         run.demand.clear()
         run.void_row.clear()
         run.void_causes.clear()

@@ -299,3 +299,21 @@ def test_the_end_voids_what_is_left_with_its_reason() -> None:
     assert desk.core.groups.voids["train"] == {"run over": 4}
     assert desk.core.leases.counts["train"] == {"created": 4, "in flight": 0, "accepted": 1, "cancelled": 3}
     assert leases(desk.actor("late")) == []
+
+
+def test_a_resume_gives_a_paused_domain_another_chance() -> None:
+    desk = Desk(task_attempts=1)
+    desk.actor()
+    desk.ready()
+    actions = desk.phase()
+    for _ in range(8):
+        (lease, *_) = (r for r in desk.core.leases.leases.values() if r.out)
+        actions = desk.say(schema.Return(lease.lease_id, lease.attempt, "task", "broken"), "actor")
+    assert any(isinstance(action, ev.Fail) for action in actions)
+    assert leases(actions) == []
+    desk.tell(ev.Left("learner", "run failed"))
+    desk.tell(ev.Joined("heir", "learner", "heir"))
+    desk.say(schema.LearnerReady(2, None, 0, 0), "heir")
+    phase = schema.Phase("train", {"a": (0, 1.0)}, 2, 2)
+    assert len(leases(desk.say(phase, "heir"))) == 2
+    assert desk.core.paused == {}
