@@ -359,6 +359,55 @@ def test_sixty_four_actors_join_at_once() -> None:
     run(scenario)
 
 
+def test_greedy_output_is_the_learners_own_after_each_of_twenty_swaps() -> None:
+    """A real model trained for twenty steps; its versions go through publisher, log, client and the embedded engine."""
+    import torch
+    from temper.actor.engines.base import GenerateRequest, SamplingParams
+    from temper.actor.engines.embedded import EmbeddedEngine
+    from temper.common.config import Model
+    from temper.learner.models import micro
+    from temper.learner.policy import bit_view
+
+    loaded = micro(Model(vocabulary="abcdefgh", layers=1, hidden_size=32, heads=2, intermediate_size=32), 0)
+    model, optimizer = loaded.model, torch.optim.AdamW(loaded.model.parameters(), lr=1e-2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8.0)  # decided enough that its greedy output says something
+    generator = torch.Generator().manual_seed(0)
+    prompt = [1, 5, 3, 7]
+
+    async def scenario(network: Network) -> None:
+        publisher = Publisher(network.port("learner"), 1)
+        task = asyncio.create_task(publisher.run())
+        client = WeightClient(network.port("actor"))
+        engine = EmbeddedEngine(model.config.to_dict(), dtype="float32", max_rows=2, max_length_tokens=32)
+        outputs = set()
+        for ordinal in range(21):
+            tensors = {n: TensorBits.of(bit_view(p).copy(), "float32") for n, p in model.named_parameters()}
+            await publisher.publish(ordinal, tensors, keep=True)
+            await publisher.flush(DEADLINE_S)
+            update = await client.fetch(deadline_s=DEADLINE_S)
+            await client.commit(update, await engine.apply(update))
+            assert client.version is not None and client.version.ordinal == ordinal
+            got = await engine.generate(GenerateRequest(prompt, SamplingParams(temperature=0.0, max_new_tokens=12)))
+            with torch.no_grad():
+                ids = torch.tensor([prompt])
+                for _ in range(12):
+                    ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+            assert got.ids == ids[0, len(prompt) :].tolist()
+            outputs.add(tuple(got.ids))
+            rows = torch.randint(1, 9, (4, 12), generator=generator)
+            optimizer.zero_grad()
+            model(rows, labels=rows).loss.backward()
+            optimizer.step()
+        assert len(outputs) > 5  # the swaps were seen
+        await engine.close()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(scenario)
+
+
 OPERATIONS = st.one_of(
     st.tuples(st.just("step"), st.booleans()),
     st.tuples(st.just("settle"), st.just(False)),
