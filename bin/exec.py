@@ -29,7 +29,7 @@ EXTENSIONS = {
     ".js": "javascript",
     ".mjs": "javascript",
 }
-TEST_KEYS = ("stdin", "expected", "name")
+TEST_KEYS = ("stdin", "expected", "name", "suite", "weak")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--language", metavar="L", help="python, c, c++, bash, javascript; default: by FILE's extension")
     made.add_argument("--stdin", type=Path, metavar="F", help="the program's input")
     made.add_argument(
-        "--tests", type=Path, metavar="T.json", help='[{"stdin": ..., "expected": ..., "name": ...}, ...]'
+        "--tests", type=Path, metavar="T.json", help='[{"stdin", "expected"} or {"suite": "assert f(1) == 2"}, ...]'
     )
     made.add_argument("--mode", choices=("fresh", "pool", "fork"), default="fresh", help="how its jail is made")
     made.add_argument("--memory-mb", type=int, default=256, metavar="N", help="memory limit (default 256)")
@@ -55,11 +55,14 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the program; the exit code says whether its verdict is ok."""
     arguments = parser().parse_args(argv)
+    from temper.sandbox.admission import refuse
     from temper.sandbox.check import check_host
     from temper.sandbox.hostfile import load_host
     from temper.sandbox.worker import Worker
 
     job = job_of(arguments)
+    if problem := refuse(job):
+        raise ConfigError(problem)
     host = load_host(arguments.host)
 
     async def run() -> Verdict:
@@ -121,12 +124,17 @@ def tests_of(path: Path) -> list[TestCase]:
         for key, value in row.items():
             if key not in TEST_KEYS:
                 raise ConfigError(f"{path}, test {number}: unknown key {key!r}; known: {', '.join(TEST_KEYS)}")
-            if not (isinstance(value, str) or (key == "expected" and value is None)):
-                raise ConfigError(f"{path}, test {number}: {key} is {value!r}, expected text")
+            wanted = bool if key == "weak" else str
+            if not (isinstance(value, wanted) or (key == "expected" and value is None)):
+                raise ConfigError(f"{path}, test {number}: {key} is {value!r}, expected {wanted.__name__}")
         expected = row.get("expected")
         tests.append(
             TestCase(
-                row.get("stdin", "").encode(), None if expected is None else expected.encode(), row.get("name", "")
+                stdin=row.get("stdin", "").encode(),
+                expected=None if expected is None else expected.encode(),
+                name=row.get("name", ""),
+                suite=row.get("suite", "").encode(),
+                weak=row.get("weak", False),
             )
         )
     return tests

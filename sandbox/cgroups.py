@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 CONTROLLERS = ("memory", "pids", "cpu")
+WORKER = re.compile(r"temper-\d+-[0-9a-f]{8}")  # how a worker names itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +60,42 @@ def discover(group: str) -> Hierarchy:
     if roots:
         return Hierarchy(1, roots)
     if "" in mounts and "" in own:
-        return _discover_v2(mounts[""] / own[""].lstrip("/"), group)
+        return _discover_v2(mounts[""], own[""], group)
     return Hierarchy(1)
 
 
-def _discover_v2(base: Path, group: str) -> Hierarchy:
-    """Version 2: a cgroup with children that have controllers holds no processes, so `base` must delegate to us."""
-    root = base / group
+def _discover_v2(mount: Path, own: str, group: str) -> Hierarchy:
+    """Version 2: a cgroup whose children have controllers holds no processes itself. So this process's own cgroup will not
+    do, unless it is empty otherwise; but the one above, where a user's session manager delegates, may."""
+    base = mount / own.lstrip("/")
+    for place in (base, *base.parents):
+        if not place.is_relative_to(mount):
+            break
+        found = _try_v2(place, group)
+        if found.roots:
+            return found
+    return Hierarchy(2)
+
+
+def _try_v2(place: Path, group: str) -> Hierarchy:
+    root = place / group
     with contextlib.suppress(OSError):
         root.mkdir(exist_ok=True)
-        available = set((root / "cgroup.controllers").read_text().split())
-        if not {"memory", "pids"} & available:
-            _enable(base, CONTROLLERS)
-            available = set((root / "cgroup.controllers").read_text().split())
-        wanted = [name for name in CONTROLLERS if name in available]
+        if not _controllers(root):
+            _enable(place, CONTROLLERS)
+        wanted = [name for name in CONTROLLERS if name in _controllers(root)]
         _enable(root, wanted)
         enabled = set((root / "cgroup.subtree_control").read_text().split())
-        if enabled & set(CONTROLLERS):
+        # Moving a process needs the right to write into the cgroup above both its old and its new place.
+        if enabled & set(wanted) and os.access(place / "cgroup.procs", os.W_OK):
             return Hierarchy(2, {name: root for name in wanted if name in enabled})
     with contextlib.suppress(OSError):
         root.rmdir()
     return Hierarchy(2)
+
+
+def _controllers(root: Path) -> set[str]:
+    return set((root / "cgroup.controllers").read_text().split()) & set(CONTROLLERS)
 
 
 def _enable(folder: Path, names: tuple[str, ...] | list[str]) -> None:
@@ -248,13 +265,24 @@ def sweep(root: Path) -> None:
     _remove(root, 2.0)
 
 
-def stale_groups(prefix: str) -> dict[str, set[Path]]:
-    """Groups whose name starts with `prefix` under this process's own cgroups: name -> their folders."""
+def remove_empty(root: Path) -> None:
+    """Remove a worker's folder if nothing runs in it."""
+    with contextlib.suppress(OSError):
+        for folder in (*(f for f in root.iterdir() if f.is_dir()), root):
+            folder.rmdir()
+
+
+def stale_groups(but: str) -> dict[str, set[Path]]:
+    """Groups named like a worker's, except `but`, where `discover` may have made them: name -> their folders."""
     mounts, own = _mounts(), _own()
     found: dict[str, set[Path]] = {}
     for controller in ("memory", "pids", "cpuacct", "cpu", ""):
         if controller in mounts and controller in own:
-            with contextlib.suppress(OSError):
-                for folder in (mounts[controller] / own[controller].lstrip("/")).glob(prefix + "*"):
-                    found.setdefault(folder.name, set()).add(folder)
+            base = mounts[controller] / own[controller].lstrip("/")
+            above = [] if controller else [p for p in base.parents if p.is_relative_to(mounts[controller])]
+            for place in (base, *above):
+                with contextlib.suppress(OSError):
+                    for folder in place.glob("temper-*"):
+                        if folder.name != but and WORKER.fullmatch(folder.name):
+                            found.setdefault(folder.name, set()).add(folder)
     return found

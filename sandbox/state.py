@@ -43,9 +43,11 @@ class State:
         self._prepare_base()
         self.name = f"temper-{os.getpid()}-{secrets.token_hex(4)}"
         self.folder = self.base / self.name
-        self.folder.mkdir(mode=0o711)
-        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        unborn = self.base / f".{self.name}"  # no other worker's sweep may meet it before it is locked
+        unborn.mkdir(mode=0o711)
+        self._lock = os.open(unborn / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unborn.rename(self.folder)
 
     def _prepare_base(self) -> None:
         with contextlib.suppress(FileExistsError):
@@ -62,15 +64,16 @@ class State:
                 _end_processes(folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 swept.append(folder.name)
-        living = {folder.name for folder in self.base.glob("temper-*")}
-        for name, folders in cgroups.stale_groups("temper-").items():
-            if name not in living and not _alive(name):
+        for name, folders in cgroups.stale_groups(self.name).items():
+            if name in swept:
                 for root in folders:
                     cgroups.sweep(root)
-                swept.append(name)
-        for name in sorted(set(swept)):
+            elif not (self.base / name).exists():
+                for root in folders:
+                    cgroups.remove_empty(root)  # never kill what might be another container's
+        for name in swept:
             log(f"swept what the dead worker {name} left")
-        return sorted(set(swept))
+        return swept
 
     def close(self) -> None:
         """Remove the folder and release the lock."""
@@ -100,8 +103,3 @@ def _dead(folder: Path) -> bool:
         return True
     finally:
         os.close(fd)
-
-
-def _alive(name: str) -> bool:
-    """Whether the worker that a cgroup is named after still runs (it may keep its folder elsewhere)."""
-    return Path("/proc", name.split("-")[1]).exists() if name.count("-") == 2 else True

@@ -224,7 +224,7 @@ async def mixed(host: Host, total: int) -> dict[str, Any]:
         await asyncio.gather(*(lane() for _ in range(2 * PARALLEL)))
         folder, group = worker._state.folder, worker._state.name
     left = [f"process {p.pid}" for p in psutil.process_iter(["cmdline"]) if group in " ".join(p.info["cmdline"] or ())]
-    left += [str(path) for name, paths in cgroups.stale_groups("temper-").items() if name == group for path in paths]
+    left += [str(path) for name, paths in cgroups.stale_groups("").items() if name == group for path in paths]
     left += [str(folder)] if folder.exists() else []
     left += ["mounts"] if Path("/proc/self/mountinfo").read_text() != mounts else []
     growth = (rss[total] - rss[total // 10]) / 2**20

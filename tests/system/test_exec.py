@@ -1,0 +1,73 @@
+"""`temper exec`: verdicts for people and as JSON, and what bad input gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.system
+
+
+def run(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from temper.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-P", "-c", code, "exec", *arguments]
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment}
+    )
+
+
+def test_tests_are_judged_one_by_one(tmp_path: Path) -> None:
+    program = tmp_path / "double.py"
+    program.write_text("print(int(input()) * 2)")
+    tests = tmp_path / "tests.json"
+    rows = [{"stdin": "2", "expected": "4", "name": "two"}, {"stdin": "3", "expected": "7"}]
+    tests.write_text(json.dumps(rows))
+    done = run(str(program), "--tests", str(tests), "--json", "--mode", "fork")
+    verdict = json.loads(done.stdout)
+    assert done.returncode == 10 and verdict["outcome"] == "wrong"
+    assert [test["outcome"] for test in verdict["tests"]] == ["ok", "wrong"]
+    assert {"wall_s", "cpu_s", "peak_bytes", "detail", "truncated"} <= verdict.keys()
+
+
+def test_a_suite_calls_the_program(tmp_path: Path) -> None:
+    program = tmp_path / "f.py"
+    program.write_text("def f(x): return x + 1")
+    tests = tmp_path / "tests.json"
+    tests.write_text(json.dumps([{"suite": "assert f(1) == 2"}, {"suite": "assert f(1) == 2", "weak": True}]))
+    done = run(str(program), "--tests", str(tests))
+    assert done.returncode == 0 and done.stdout.startswith("ok"), done
+
+
+def test_limits_stdin_and_hostile_output(tmp_path: Path) -> None:
+    given = tmp_path / "in"
+    given.write_text("x\n")
+    done = run("-", "--language", "python", "--stdin", str(given), stdin=r"print(input(), '\x1b[31m\0')")
+    assert done.returncode == 0 and "x \\x1b[31m\\x00" in done.stdout
+    done = run("-", "--language", "python", "--cpu-s", "0.3", stdin="while True: pass")
+    assert done.returncode == 10 and done.stdout.startswith("timeout (more than 0.3 s of cpu time)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["/no/such/file.py"], 2, "cannot read /no/such/file.py"),
+        (["/etc/passwd"], 2, "--language is needed: one of bash, c"),
+        (["-", "--language", "cobol"], 2, "--language cobol: one of"),
+        (["-", "--language", "python", "--tests", "/etc/passwd"], 2, "is not JSON"),
+        (["-", "--language", "python", "--memory-mb", "1"], 2, "memory_bytes"),
+    ],
+)
+def test_bad_input_gets_one_message(arguments: list[str], code: int, words: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == code and words in done.stderr, done
+    assert len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
+
+
+def test_without_nsjail_it_exits_4() -> None:
+    done = run("-", "--language", "python", TEMPER_NSJAIL="/no/such/nsjail")
+    assert done.returncode == 4 and "TEMPER_NSJAIL is /no/such/nsjail" in done.stderr
