@@ -71,7 +71,7 @@ def _check(host: Host | None) -> HostReport:
         return HostReport(False, problem=str(error))
 
     async def probe() -> HostReport:
-        async with Worker(host, slots=1) as worker:
+        async with Worker(host, slots=1, attempts=1) as worker:
             job = SandboxJob("check", "python", {"main.py": b"print(6 * 7)"}, [TestCase(expected=b"42")])
             verdict = await worker.execute(job)
             if verdict.outcome == "ok":
@@ -111,4 +111,4 @@ def remedy_for(log: str) -> tuple[str, str]:
 
 
 def _plain(line: str) -> str:
-    return line.split("] ", 1)[-1].split("]", 1)[-1].strip()[:300]
+    return re.sub(r"^.*?\]\s*(\w+\(\):\d+ )?", "", line.rpartition("][")[2]).strip()[:300]

@@ -31,8 +31,10 @@ START_ATTEMPTS = 2
 class Worker:
     """`async with Worker(host) as worker: verdict = await worker.execute(job)`. At most `slots` jobs run at once."""
 
-    def __init__(self, host: Host, slots: int = 2) -> None:
+    def __init__(self, host: Host, slots: int = 2, attempts: int = START_ATTEMPTS) -> None:
+        """`attempts`: how often a jail is tried; a failed attempt that is not the last is logged."""
         self.host = host
+        self.attempts = attempts
         self.slots = slots
         self._state = State()
         self._spawner: Spawner | None = None
@@ -75,12 +77,13 @@ class Worker:
                     return await self.sessions.run(job)
                 return await self._in_jail(job)
             except (JailFailed, OSError) as error:
-                log(f"job {job.job_id}: {error}")
+                if self.attempts > 1:
+                    log(f"job {job.job_id}: {error}")
                 return verdicts.infra(str(error))
 
     async def _in_jail(self, job: SandboxJob) -> Verdict:
         """In a jail of the job's mode. One that fails before the program began is replaced, once."""
-        for _ in range(START_ATTEMPTS - 1):
+        for _ in range(self.attempts - 1):
             try:
                 return await self._in_pool(job)
             except JailFailed as error:
@@ -126,12 +129,12 @@ class Worker:
 
     async def _start(self, profile: Profile) -> Cell:
         assert self._spawner is not None, "enter the worker first"
-        for attempt in range(1, START_ATTEMPTS + 1):
+        for attempt in range(1, self.attempts + 1):
             self._cells += 1
             try:
                 return await Cell.start(self._spawner, self.hierarchy, f"jail-{self._cells}", profile)
             except JailFailed as error:
-                if attempt == START_ATTEMPTS:
+                if attempt == self.attempts:
                     raise
                 log(f"jail {self._cells} did not start, trying again: {error}")
         raise AssertionError("unreachable")

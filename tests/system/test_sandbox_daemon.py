@@ -223,3 +223,15 @@ def test_a_flaky_program_is_found_by_running_it_again(tmp_path: Path) -> None:
 
     text = with_daemon(tmp_path, story, "--slots", "2", "--host", str(host))
     assert text.count("is flaky") == 3 and "steady" not in "".join(x for x in text.splitlines() if "is flaky" in x)
+
+
+def test_where_user_namespaces_are_forbidden_it_says_how_to_allow_them(tmp_path: Path) -> None:
+    script = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" "$@"'
+    inside = ["unshare", "--user", "--map-root-user", "sh", "-c", script, sys.executable, "-P", "-m", "temper.sandbox"]
+    if subprocess.run(["unshare", "--user", "--map-root-user", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this host does not let us play one that forbids user namespaces")
+    done = subprocess.run(
+        [*inside, "--broker", f"ipc://{tmp_path}/none"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 4 and len(done.stderr.splitlines()) == 1, done
+    assert "clone(flags=" in done.stderr and "sysctl user.max_user_namespaces" in done.stderr
