@@ -121,7 +121,7 @@ bootstrap() {
         flavour=$2
         [ "$flavour" != any ] || flavour=${HAVE_FLAVOUR:-cpu}
         extras=${3:-$HAVE_EXTRAS}
-        install "$flavour" "$extras"
+        (install "$flavour" "$extras") || exit $? # in a subshell: its settings of pip are nobody else's
         printf '%s %s %s\n' "$(cat pyproject.toml bin/constraints.txt | sha256sum | cut -c1-32)" "$flavour" "$extras" \
             >.venv/temper.stamp.new
         mv .venv/temper.stamp.new .venv/temper.stamp

@@ -31,7 +31,7 @@ TOOLS = (
 )
 
 # A .venv/bin/python that notes what it is asked to do and says that all went well.
-OBEDIENT = '#!/bin/sh\necho "$*" >> "$CALLS"\n'
+OBEDIENT = '#!/bin/sh\necho "${PIP_CONSTRAINT:+pinned }$*" >> "$CALLS"\n'
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_installs_once_and_passes_arguments_on(checkout: Path, tmp_path: Path) -
     assert first.returncode == 0, first.stderr
     assert "ready in" in first.stderr
     noted = calls.read_text()
-    assert "pip install -e ." in noted
+    assert "pinned -m pip install -e ." in noted
     assert noted.splitlines()[-1] == "-P -m temper.cli.main run demo --run.name=two words"
     calls.unlink()
     second = start(checkout, "status", CALLS=str(calls))
