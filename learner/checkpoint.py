@@ -85,6 +85,9 @@ def _write_json(path: Path, value: Any) -> None:
 
 def _fill(folder: Path, checkpoint: Checkpoint) -> None:
     """Write and sync every file of a checkpoint, the manifest last."""
+    unknown = sorted({name.split(".", 1)[0] for name in checkpoint.tensors} - set(TENSORS))
+    if unknown:
+        raise ValueError(f"tensors of unknown parts {unknown} would be lost, expected {TENSORS}")
     for part in TENSORS:
         mine = {
             name.split(".", 1)[1]: tensor.detach().cpu().contiguous()

@@ -502,4 +502,4 @@ class LearnerDaemon(PeerDaemon):
             self._reap()
         if self.recipe.run.max_steps == 0 and "before" in self.session.evaluations:  # nothing was trained in between
             self.session.evaluations["after"] = self.session.evaluations["before"]
-        await self.publisher.flush(self.recipe.run.drain_timeout_s)
+        await self.publisher.flush(self.recipe.run.stall_timeout_s)

@@ -46,8 +46,7 @@ def _forward_of(module: Any) -> Any:
         kind = hidden_states.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
         x = hidden_states.to(module.weight.dtype)
-        with torch.autocast(kind, enabled=False):
-            result: torch.Tensor = _RmsNorm.apply(x, module.weight, module.variance_epsilon, dtype)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _RmsNorm.apply(x, module.weight, module.variance_epsilon, dtype)  # type: ignore[no-untyped-call]
         return result
 
     return forward

@@ -8,6 +8,7 @@ the compute dtype; the model's own `generate` and `save_pretrained` keep working
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -29,7 +30,8 @@ class Policy:
     """Forward of micro-batches through `model`, whose masters are fp32.
 
     `compute_dtype` bfloat16 runs forward and backward under autocast; gradients arrive in the masters' fp32.
-    `checkpointing` recomputes each layer in backward instead of keeping its activations.
+    `checkpointing` recomputes each layer in backward instead of keeping its activations. `check` is called between layers,
+    forward and backward, and may raise.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Policy:
         *,
         compute_dtype: torch.dtype = torch.float32,
         checkpointing: bool = False,
+        check: Callable[[], None] | None = None,
     ) -> None:
         config: Any = model.config
         if config.model_type not in MODEL_TYPES:
@@ -51,6 +54,8 @@ class Policy:
         self._attention_dtype = master if compute_dtype == torch.float32 else compute_dtype
         config._attn_implementation = ATTENTION
         fuse_norms(model)
+        if check is not None:
+            _call_at_layers(model, check)
         model.train()
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
@@ -112,6 +117,19 @@ class Policy:
     def named_masters(self) -> dict[str, torch.nn.Parameter]:
         """Every trained parameter once by its canonical Hugging Face name (tied ones under their first name)."""
         return dict(self.model.named_parameters())
+
+
+def _call_at_layers(model: PreTrainedModel, check: Callable[[], None]) -> None:
+    """Call `check` before each layer, in forward and in backward: what it raises ends the pass within a layer's time."""
+    backbone: Any = model.base_model
+
+    def before(layer: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        check()
+        if arguments[0].requires_grad:
+            arguments[0].register_hook(lambda gradient: check())
+
+    for layer in backbone.layers:
+        layer.register_forward_pre_hook(before)
 
 
 _BITS = {torch.float32: np.uint32, torch.bfloat16: np.uint16, torch.float16: np.uint16}

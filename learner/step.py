@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -93,6 +94,8 @@ class Trainer:
     """
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, total_rl_steps: int) -> None:
+        self.interrupt = threading.Event()
+        self._interruptible = False
         self.recipe = recipe
         self.total_steps = total_rl_steps
         self.objective = resolve(recipe.objective, recipe.pacing)
@@ -102,6 +105,7 @@ class Trainer:
             model,
             compute_dtype=DTYPES[recipe.model.compute_dtype],
             checkpointing=recipe.optimizer.activation_checkpointing,
+            check=self._check,
         )
         self.optimizer = Optimizer(self.policy.named_masters(), recipe.optimizer)
         self.steps_done = 0
@@ -112,7 +116,6 @@ class Trainer:
         if self.objective.needs_critic:
             size = self.policy.head.shape[1]
             self.critic = Critic(size, recipe.critic, recipe.optimizer, self.policy.device)
-        self.interrupt = threading.Event()
 
     # ------------------------------------------------------------ steps
 
@@ -133,19 +136,15 @@ class Trainer:
         sums = Sums()
         describe(sums, data, groups, void)
         temperature = self.recipe.sampling.temperature
-        baselines = dict(self.baselines)
-        flat = self._flat(data, temperature)
         updates = self.recipe.objective.updates_per_step
         rate = learning_rate(self.recipe.optimizer, self.steps_done, self.total_steps)
         sums.add(names.LEARNER_RATE, rate)
         flags = replace(self.flags, kl_coefficient=self.reference.coefficient)
         sums.add(names.LEARNER_KL_COEFFICIENT, flags.kl_coefficient)
-        try:
+        with self._giving_up():
+            flat = self._flat(data, temperature)
             for number, update in enumerate(self._updates(data, flat, updates)):
                 self._update(data, flat, update, flags, sums, rate=rate, temperature=temperature, first=number == 0)
-        except Interrupted:
-            self.baselines = baselines
-            raise
         self.steps_done += 1
         total, count = sums.values.get(names.LEARNER_KL_REFERENCE, (0.0, 0.0))
         self.reference.after_step(self.policy, self.steps_done, total / count if count else None)
@@ -158,13 +157,14 @@ class Trainer:
         begun = time.perf_counter()
         data = collect(groups, 0, 1 << 62, demo=True)
         sums = Sums()
-        flat = self._flat(data, 1.0, demo=True)
         rate = self.recipe.warm_start.learning_rate
         sums.add(names.LEARNER_RATE, rate)
-        for update in self._updates(data, flat, 1):
-            logprob = self._update(data, flat, update, self.warm_flags, sums, rate=rate, temperature=1.0, demo=True)
-            whole = np.add.reduceat(logprob, data.cu_seqlens[:-1][data.trained > 0])
-            sums.add(names.LEARNER_LIKELIHOOD, float(np.exp(whole).sum()), len(whole))
+        with self._giving_up():
+            flat = self._flat(data, 1.0, demo=True)
+            for update in self._updates(data, flat, 1):
+                logprob = self._update(data, flat, update, self.warm_flags, sums, rate=rate, temperature=1.0, demo=True)
+                whole = np.add.reduceat(logprob, data.cu_seqlens[:-1][data.trained > 0])
+                sums.add(names.LEARNER_LIKELIHOOD, float(np.exp(whole).sum()), len(whole))
         self.warm_steps_done += 1
         return StepReport(sums.values, {}, [g.group_id for g in data.groups], time.perf_counter() - begun)
 
@@ -252,11 +252,6 @@ class Trainer:
         include = update.include if every else _active(update.include, data, flat.advantage)
         self.optimizer.zero()
         for batch in plan(data.rows, self.recipe.optimizer.tokens_per_microbatch, include):
-            if self.interrupt.is_set() and (first or demo):
-                self.optimizer.zero()
-                if self.critic is not None:
-                    self.critic.zero()
-                raise Interrupted
             packed = self._packed(batch, flat)
             chosen = self.policy.chosen(batch)
             out = self.policy.logprobs(
@@ -288,6 +283,7 @@ class Trainer:
                 gap = np.abs(logprob - data.behaviour_logprob[batch.flat])
                 gap = gap[np.repeat(data.pure[batch.rows], np.diff(batch.cu_seqlens))]
                 sums.add(names.LEARNER_GAP, float(gap.sum()), float(len(gap)))
+        self._interruptible = False
         if flat.target is not None and self.critic is not None:
             self.critic.update()
         done = self.optimizer.update(rate)
@@ -295,6 +291,25 @@ class Trainer:
         if np.isfinite(done.gradient_norm):
             sums.add(names.LEARNER_GRADIENT, done.gradient_norm)
         return seen
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Until the first update `interrupt` ends what runs inside, and leaves everything as it was."""
+        baselines, self._interruptible = dict(self.baselines), True
+        try:
+            yield
+        except Interrupted:
+            self.baselines = baselines
+            self.optimizer.zero()
+            if self.critic is not None:
+                self.critic.zero()
+            raise
+        finally:
+            self._interruptible = False
+
+    def _check(self) -> None:
+        if self._interruptible and self.interrupt.is_set():
+            raise Interrupted
 
     def _packed(self, batch: Microbatch, flat: _Flat) -> PackedBatch:
         device = self.policy.device
