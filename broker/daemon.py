@@ -49,6 +49,7 @@ class Broker(Daemon):
         self.meter = Meter("broker")
         self.started = time.monotonic()
         self.trim_every_s = 30.0
+        self.many_messages = True
         self._seen: dict[str, float] = {}
         self._joins: list[tuple[PeerId, Hello]] = []
         self._serving = False

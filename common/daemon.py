@@ -38,6 +38,7 @@ from temper.common.process import (
     leaves,
     orphaned,
     report,
+    settle_garbage,
 )
 from temper.common.schema import State, Version
 
@@ -61,6 +62,9 @@ class Daemon:
         self.stall_timeout_s = float("inf")
         self.trim_every_s = float("inf")  # how often freed memory is returned to the system
         self._trim_at = 0.0
+        self.many_messages = (
+            False  # a daemon whose memory is messages, not tensors: its garbage needs little collecting
+        )
         self.last_progress = ""
         self._progress_at = time.monotonic()
         self._waits: dict[int, tuple[str, float]] = {}
@@ -184,6 +188,8 @@ class Daemon:
             begun.cancel()
             return self._stopping.result()
         begun.result()
+        if self.many_messages:
+            settle_garbage()
         self.state = "READY"
         self.pulse()
         self._announce()

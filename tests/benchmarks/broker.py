@@ -43,6 +43,7 @@ async def pump(folder: str, messages: int) -> dict[str, float]:
     """A broker that forwards. CPU is taken from the first message to the last."""
     import asyncio
 
+    from temper.common.process import settle_garbage
     from temper.common.pump import Delivery, Router
 
     over = asyncio.get_running_loop().create_future()
@@ -61,17 +62,15 @@ async def pump(folder: str, messages: int) -> dict[str, float]:
         if count == 0:
             begun = (time.process_time(), time.perf_counter())
         last: dict[bytes, int] = {}
-        amount: dict[bytes, tuple[int, int]] = {}
         for d in deliveries:
             router.forward(consumer, d.kind, d.raw_meta, d.frames)
             last[d.peer] = d.sequence
-            already = amount.get(d.peer, (0, 0))
-            amount[d.peer] = (already[0] + 1, already[1] + d.size)
         room = router.backlog(consumer)[0] == 0
         for peer, sequence in last.items():
             if not room:  # the consumer has stopped: so do the producers
-                before = held.get(peer, (0, 0))
-                held[peer] = (before[0] + amount[peer][0], before[1] + amount[peer][1])
+                sizes = [d.size for d in deliveries if d.peer == peer]
+                number, size = held.get(peer, (0, 0))
+                held[peer] = (number + len(sizes), size + sum(sizes))
             router.acknowledge(peer, sequence, release=room)
         count += len(deliveries)
         if count >= messages and not over.done():
@@ -92,6 +91,7 @@ async def pump(folder: str, messages: int) -> dict[str, float]:
         on_room=on_room,
         lazy=frozenset({Samples.KIND}),
     )
+    settle_garbage()
     print("bound", flush=True)
     cpu_s, wall_s = await over
     await asyncio.to_thread(sys.stdin.readline)
