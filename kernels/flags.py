@@ -22,6 +22,7 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 LOG_RATIO_LIMIT = 20.0  # |log ratio| is clamped here before exp
 SEQUENCE_LOG_RATIO_LIMIT = 10.0  # the same for sequence-level ratios (gspo)
 KL_LIMIT = 10.0  # cap of the k3 estimate
+SUPPORT_LIMIT = 4096  # most ids that top-p/top-k/min-p may keep for one token
 
 
 @dataclass(frozen=True, slots=True)

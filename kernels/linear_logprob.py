@@ -16,11 +16,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from temper.kernels import linear_logprob_torch as chunked
+from temper.kernels.flags import SUPPORT_LIMIT
 from temper.kernels.segments import check_cu_seqlens
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-SUPPORT_LIMIT = 4096  # most ids kept per row by top-p/top-k/min-p
 
 Support = tuple[Tensor, Tensor]
 Entropy = Literal["none", "value", "grad"]

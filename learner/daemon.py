@@ -115,7 +115,7 @@ class LearnerDaemon(PeerDaemon):
 
     def _on_group(self, body: Group, frames: list[memoryview]) -> None:
         try:
-            group = parse_group(body, frames)
+            group = parse_group(body, frames, self.session.trainer.policy.head.shape[0])
         except ProtocolError as error:
             log(f"group {body.group_id} of {body.domain} is malformed and given up: {error}")
             if body.lane != "eval":

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from temper.common.errors import ProtocolError
 from temper.common.schema import ArraySpec, Group, Lane, SampleMeta
+from temper.kernels.flags import SUPPORT_LIMIT
 
 Array = NDArray[Any]
 
@@ -105,6 +106,29 @@ def _part_arrays(specs: Sequence[ArraySpec], frames: Sequence[Any]) -> dict[str,
     return arrays
 
 
+def _check_ids(arrays: dict[str, Array], vocabulary: int) -> None:
+    """ProtocolError unless every id is in the vocabulary and each sampled token is in its own support, ids there once."""
+    tokens = arrays["tokens"]
+    for name in ("tokens", "support_ids"):
+        ids = arrays.get(name)
+        if ids is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ProtocolError(f"{name} holds ids {int(ids.min())}..{int(ids.max())}, expected 0..{vocabulary - 1}")
+    if "support_cu" not in arrays:
+        return
+    ids, sizes = arrays["support_ids"], np.diff(arrays["support_cu"])
+    if len(sizes) and int(sizes.max()) > SUPPORT_LIMIT:
+        raise ProtocolError(f"a token has a support of {int(sizes.max())} ids, expected at most {SUPPORT_LIMIT}")
+    rows = np.repeat(np.arange(len(sizes)), sizes)
+    found = sizes == 0
+    found[rows[ids == tokens[rows]]] = True
+    lost = np.flatnonzero(~found & (arrays["loss_mask"] != 0))
+    if len(lost):
+        raise ProtocolError(f"token {int(tokens[lost[0]])} at {int(lost[0])} is not in the support it was sampled from")
+    keys = np.sort(rows * np.int64(vocabulary) + ids)
+    if (keys[1:] == keys[:-1]).any():
+        raise ProtocolError("a token's support holds an id twice")
+
+
 def ordinals(meta: SampleMeta, tokens: int) -> Array:
     """i64[tokens]: the version that sampled each token, from [lineage, ordinal, count] runs over all tokens."""
     counts = [run[2] for run in meta.version_runs]
@@ -146,8 +170,9 @@ def _sample(meta: SampleMeta, arrays: dict[str, Array], start: int, stop: int) -
     )
 
 
-def parse_group(body: Group, frames: Sequence[Any]) -> GroupData:
-    """The group in a message. ProtocolError when arrays, metas and frames do not fit together."""
+def parse_group(body: Group, frames: Sequence[Any], vocabulary: int | None = None) -> GroupData:
+    """The group in a message. ProtocolError when arrays, metas and frames do not fit together, or (`vocabulary`: size)
+    hold ids that the model does not have."""
     expected = sum(len(part.arrays) for part in body.parts)
     if expected != len(frames):
         raise ProtocolError(f"group {body.group_id} names {expected} arrays and has {len(frames)} frames")
@@ -171,6 +196,8 @@ def parse_group(body: Group, frames: Sequence[Any]) -> GroupData:
             or (np.diff(support) < 0).any()
         ):
             raise ProtocolError(f"support_cu of group {body.group_id} does not divide its support_ids among the tokens")
+        if vocabulary is not None:
+            _check_ids(arrays, vocabulary)
         for i, meta in enumerate(part.samples):
             if meta.index in samples:
                 raise ProtocolError(f"group {body.group_id} has sample {meta.index} twice")

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from temper.kernels import linear_logprob_torch as chunked
-from temper.kernels.linear_logprob import SUPPORT_LIMIT, LogprobOut, linear_logprob
+from temper.kernels.flags import SUPPORT_LIMIT
+from temper.kernels.linear_logprob import LogprobOut, linear_logprob
 from temper.kernels.reference import logits_of, logprob_of
 from torch import Tensor
 

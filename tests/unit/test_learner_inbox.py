@@ -62,6 +62,29 @@ def test_inconsistent_groups_are_refused_by_name(changes, says):
         parse_group(*message(**changes))
 
 
+SUPPORT = {"support_ids": np.asarray([3, 9, 4, 3], np.int32), "support_cu": np.asarray([0, 0, 0, 0, 2, 3, 3, 3, 3, 4])}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "vocabulary", "says"),
+    [
+        ({}, 4, r"tokens holds ids 0\.\.4, expected 0\.\.3"),
+        (SUPPORT, 9, r"support_ids holds ids 3\.\.9, expected 0\.\.8"),
+        (SUPPORT | {"support_ids": np.asarray([3, 9, 5, 3], np.int32)}, 10, "token 4 at 4 is not in the support"),
+        (SUPPORT | {"support_ids": np.asarray([3, 3, 4, 3], np.int32)}, 10, "an id twice"),
+        (
+            {"support_ids": np.zeros(5000, np.int32), "support_cu": np.asarray([0] * 9 + [5000])},
+            10,
+            "a support of 5000 ids, expected at most 4096",
+        ),
+    ],
+)
+def test_ids_that_the_model_does_not_have_are_refused(arrays, vocabulary, says):
+    assert parse_group(*message(arrays=SUPPORT), vocabulary=10).samples[0].support_ids is not None
+    with pytest.raises(ProtocolError, match=says):
+        parse_group(*message(arrays=arrays), vocabulary=vocabulary)
+
+
 def test_a_frame_too_few_is_refused():
     body, frames = message()
     with pytest.raises(ProtocolError, match="4 arrays and has 3 frames"):
