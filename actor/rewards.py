@@ -210,4 +210,6 @@ def limited(job: SandboxJob, sandbox: config.Sandbox) -> SandboxJob:
             pids=min(own.pids, bound.pids),
             output_bytes=min(own.output_bytes, bound.output_bytes),
         )
-    return msgspec.structs.replace(job, limits=bound, mode=sandbox.mode)
+    return msgspec.structs.replace(
+        job, limits=bound, mode=sandbox.mode, jail_per_test=job.jail_per_test or sandbox.jail_per_test
+    )

@@ -179,6 +179,7 @@ class Sandbox:
     cpu_s: float = 2.0  # per program
     memory_mb: int = 256  # per program
     output_kb: int = 64  # per program
+    jail_per_test: bool = False  # each test of a program in a jail of its own; false: all in one visit, a process each
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,6 +324,7 @@ class SandboxJob(Part, frozen=True):
     checker: Checker | None = None  # judges every test's stdout instead of the comparison
     session_s: float = 600.0  # how long a session may live; the first job of a session says it
     close_session: bool = False  # the session ends after this job, whose verdict brings its files
+    jail_per_test: bool = False  # every test in a jail of its own, instead of all in one visit
 
 
 class TestResult(Part, frozen=True):

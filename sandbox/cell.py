@@ -47,6 +47,7 @@ class Cell:
         self._leaving = False  # the init was told to end, another one will come
         self.idle_address_bytes = 0  # address space of the init, which every program starts with
         self.leaf: Leaf | None = None
+        self.began = asyncio.Event()  # some program has been asked for
         self.jails = 1  # how many this nsjail has made
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._report: asyncio.Future[bytes] | None = None
@@ -185,6 +186,7 @@ class Cell:
         """Expect a report and then a new ready."""
         self._ready = self._loop.create_future()
         self._report = self._loop.create_future()
+        self.began.set()
         return self._report
 
     def send(self, message: bytes, fds: Sequence[int] = ()) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from typing import Any
 
 import msgspec
@@ -25,40 +25,70 @@ from temper.sandbox.run import Request
 from temper.sandbox.streams import pack_bundle, sealed
 from temper.sandbox.verdicts import Facts, Judgement
 
-Judges = Callable[[], AbstractAsyncContextManager[Cell]]
+Lend = Callable[[], AbstractAsyncContextManager[Cell]]
 
 SUITE_FILE = "suite.txt"
 
 
-async def run_job(cell: Cell, job: SandboxJob, judges: Judges) -> Verdict:
-    """Build and test `job` in `cell`; `judges` lends jails for suites and checkers."""
+class Visit:
+    """The jail that a job's tests run in: one for all of them, or one each; a new one where the last one died."""
+
+    def __init__(self, lend: Lend, one_each: bool) -> None:
+        self._lend = lend
+        self._one_each = one_each
+        self._cell: Cell | None = None
+        self._stack = AsyncExitStack()
+
+    async def cell(self) -> Cell:
+        """The jail for the next program."""
+        if self._cell is not None and (self._one_each or not self._cell.alive):
+            await self._stack.aclose()
+            self._cell = None
+        if self._cell is None:
+            self._cell = await self._stack.enter_async_context(self._lend())
+        return self._cell
+
+    async def __aenter__(self) -> Visit:
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        await self._stack.__aexit__(*raised)
+
+
+async def run_job(lend: Lend, job: SandboxJob, judges: Lend) -> Verdict:
+    """Build and test `job`; `lend` gives jails for the program, `judges` for suites and checkers."""
     language = LANGUAGES[job.language]
     files = dict(job.files)
-    if language.build:
-        built = await build(cell, language, files)
-        if isinstance(built, Verdict):
-            return built
-        files[PROGRAM] = built
-    with ExitStack() as stack:
-        bundle = sealed("program", pack_bundle(language.arguments(job.limits), files, job.seed))
-        stack.callback(os.close, bundle)
+    async with Visit(lend, job.jail_per_test) as visit:
+        if language.build:
+            built = await build(await visit.cell(), language, files)
+            if isinstance(built, Verdict):
+                return built
+            files[PROGRAM] = built
         runs: list[Facts] = []
         judged: list[Judgement] = []
-        for test in job.tests or [TestCase()]:
-            if test.suite and test.weak:
-                facts, judgement = await run_weak(cell, job, test)
-            elif test.suite:
-                facts, judgement = await run_suite(cell, job, test, judges)
-            else:
-                request = Request(language.kind, bundle, test.stdin, unbounded_address_space=language.reserves_memory)
-                facts = await cell.run(request, job.limits)
-                if job.checker is not None:
-                    judgement = await check(facts, test, job, job.checker, judges)
-                else:
-                    judgement = verdicts.judge(facts, test, job.limits)
-            runs.append(facts)
-            judged.append(judgement)
+        with ExitStack() as stack:
+            bundle = sealed("program", pack_bundle(language.arguments(job.limits), files, job.seed))
+            stack.callback(os.close, bundle)
+            for test in job.tests or [TestCase()]:
+                facts, judgement = await run_test(await visit.cell(), job, test, bundle, judges)
+                runs.append(facts)
+                judged.append(judgement)
     return verdicts.verdict_of(runs, judged, weak=any(test.suite and test.weak for test in job.tests))
+
+
+async def run_test(cell: Cell, job: SandboxJob, test: TestCase, bundle: int, judges: Lend) -> tuple[Facts, Judgement]:
+    """One test, in its way: a suite, the program's own interpreter, a checker or a comparison."""
+    if test.suite and test.weak:
+        return await run_weak(cell, job, test)
+    if test.suite:
+        return await run_suite(cell, job, test, judges)
+    language = LANGUAGES[job.language]
+    request = Request(language.kind, bundle, test.stdin, unbounded_address_space=language.reserves_memory)
+    facts = await cell.run(request, job.limits)
+    if job.checker is not None:
+        return facts, await check(facts, test, job, job.checker, judges)
+    return facts, verdicts.judge(facts, test, job.limits)
 
 
 async def build(cell: Cell, language: Language, files: Mapping[str, bytes]) -> bytes | Verdict:
@@ -96,7 +126,7 @@ def inside(name: str) -> bytes:
     return (INSIDE / f"{name}.py").read_bytes()
 
 
-async def check(facts: Facts, test: TestCase, job: SandboxJob, checker: Checker, judges: Judges) -> Judgement:
+async def check(facts: Facts, test: TestCase, job: SandboxJob, checker: Checker, judges: Lend) -> Judgement:
     """Have a test's output judged by the job's checker, in another jail."""
     if verdicts.classify(facts, job.limits)[0] != "ok":
         return verdicts.judge_checked(facts, None, job.limits, checker.limits)
@@ -115,7 +145,7 @@ def suite_limits(limits: Limits) -> Limits:
     return msgspec.structs.replace(limits, wall_s=limits.wall_s * 2 + 5, cpu_s=limits.cpu_s + 2, memory_bytes=1 << 28)
 
 
-async def run_suite(cell: Cell, job: SandboxJob, test: TestCase, judges: Judges) -> tuple[Facts, Judgement]:
+async def run_suite(cell: Cell, job: SandboxJob, test: TestCase, judges: Lend) -> tuple[Facts, Judgement]:
     """The program in `cell` serves calls; the suite in another jail makes them. Two pipes connect the two."""
     limits = suite_limits(job.limits)
     plain = inside("plain")

@@ -8,7 +8,8 @@ cancelled, nothing of the job is left.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from temper.common.log import log
 from temper.common.schema import SandboxJob, Verdict
@@ -75,27 +76,29 @@ class Worker:
             try:
                 if job.session_id is not None:
                     return await self.sessions.run(job)
-                return await self._in_jail(job)
+                return await self._in_jails(job)
             except (JailFailed, OSError) as error:
                 if self.attempts > 1:
                     log(f"job {job.job_id}: {error}")
                 return verdicts.infra(str(error))
 
-    async def _in_jail(self, job: SandboxJob) -> Verdict:
-        """In a jail of the job's mode. One that fails before the program began is replaced, once."""
+    async def _in_jails(self, job: SandboxJob) -> Verdict:
+        """In jails of the job's mode. When one fails before its program began, all is done once more."""
+        profile = self._profile(job)
         for _ in range(self.attempts - 1):
             try:
-                return await self._in_pool(job)
+                return await run_job(lambda: self._busy(profile, job.mode), job, self._judges)
             except JailFailed as error:
                 log(f"job {job.job_id}: a jail failed, taking another one: {error}")
-        return await self._in_pool(job)
+        return await run_job(lambda: self._busy(profile, job.mode), job, self._judges)
 
-    async def _in_pool(self, job: SandboxJob) -> Verdict:
-        async with self._lend(self._profile(job), job.mode) as cell:
+    @asynccontextmanager
+    async def _busy(self, profile: Profile, mode: str) -> AsyncIterator[Cell]:
+        async with self._lend(profile, mode) as cell:
             self.running.add(cell)
             self.began.set()
             try:
-                return await run_job(cell, job, self._judges)
+                yield cell
             finally:
                 self.running.discard(cell)
 

@@ -1,6 +1,11 @@
 """Nothing of one program is visible to the next, also where they share a warm jail."""
 
+import asyncio
+
+import msgspec
 from temper.common.schema import TestCase
+from temper.sandbox.jail import Host
+from temper.sandbox.worker import Worker
 
 LOOK = """
 import ctypes, gc, os, resource, signal, socket, sys, threading
@@ -92,3 +97,39 @@ except OSError as error: print(error.errno)
     first, second = jails.run(jails.job(source), jails.job("open('x', 'w').write('x' * 10**6); print('fine')"), slots=1)
     assert first.stdout == b"28\n28\n" or first.outcome == "memory", first
     assert second.stdout == b"fine\n", second
+
+
+def test_a_jail_for_each_test_if_the_recipe_wants_it(jails):
+    async def main(one_each):
+        async with Worker(Host.here(), 1) as worker:
+            job = msgspec.structs.replace(jails.job("print(1)", [TestCase()] * 4), jail_per_test=one_each)
+            verdict = await worker.execute(job)
+            assert [test.outcome for test in verdict.tests] == ["ok"] * 4
+            (pool,) = worker._pools.values()
+            (cell,) = pool._idle
+            await asyncio.gather(*pool._ending)
+            await cell.ready()
+            return cell.jails
+
+    ahead = 1 if jails.mode == "pool" else 0
+    assert asyncio.run(main(False)) == 1 + ahead
+    assert asyncio.run(main(True)) == {"fresh": 4, "pool": 5, "fork": 1}[jails.mode]
+
+
+def test_a_jail_that_dies_takes_only_its_test_along(jails):
+    async def main():
+        async with Worker(Host.here(), 1) as worker:
+            tests = [TestCase(b"wait"), TestCase(b"go", b"go"), TestCase(b"go", b"go")]
+            source = (
+                "import time\nword = input()\nif word == 'wait': print(word, flush=True); time.sleep(60)\nprint(word)"
+            )
+            task = asyncio.ensure_future(worker.execute(jails.job(source, tests, wall_s=60.0)))
+            await worker.began.wait()
+            (cell,) = worker.running
+            await asyncio.wait_for(cell.began.wait(), 20)
+            cell.kill()
+            return await task
+
+    verdict = asyncio.run(main())
+    assert [test.outcome for test in verdict.tests] == ["infra", "ok", "ok"], verdict
+    assert verdict.outcome == "infra"
