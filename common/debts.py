@@ -12,8 +12,8 @@ import asyncio
 from temper.common.session import Session
 
 SOON_S = 0.002
-LATEST_S = 0.1
-PER_S = 5000  # acknowledgements, about, in all
+LATEST_S = 0.4  # well below the sender's RESEND_S
+PER_S = 1000  # acknowledgements, about, in all
 
 
 class Debts:
