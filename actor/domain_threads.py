@@ -23,7 +23,7 @@ from temper.common.log import log
 T = TypeVar("T")
 
 BLOCK_LIMIT_S = 10.0  # a domain may hold its thread's loop this long
-JOIN_S = 1.0
+JOIN_S = 1.0  # for all threads together at the end
 
 
 class Stuck(TemperError):
@@ -88,9 +88,11 @@ class _Thread:
             )
         self.loop.call_soon_threadsafe(self.loop.stop)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(JOIN_S)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
 
 
 class DomainThreads:
@@ -153,7 +155,10 @@ class DomainThreads:
     def close(self) -> None:
         """End all threads; one that is blocked is left to the end of the process."""
         for thread in self._threads.values():
-            thread.close()
+            thread.stop()
+        deadline = time.monotonic() + JOIN_S
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._threads.clear()
 
     def _abandon(self, thread: _Thread, blocked_s: float) -> None:

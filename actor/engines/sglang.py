@@ -21,9 +21,10 @@ from temper.actor.engines.sglang_answer import Answer, parse
 from temper.actor.engines.sglang_http import Client, ServerBusy, ServerDown, serialized
 from temper.actor.engines.sglang_process import ServerProcess, ServerShape, SglangHost
 from temper.actor.engines.sglang_weights import Mirror
-from temper.common.errors import EngineError, EnvironmentFault
+from temper.common.errors import EngineError, EnvironmentFault, PeerLost
 from temper.common.log import log
 from temper.common.schema import Version
+from temper.common.waiting import wait_for
 
 if TYPE_CHECKING:
     from temper.common.delta import StagedUpdate
@@ -38,6 +39,7 @@ HEALTH_FAILURES = 3
 COMMAND_TIMEOUT_S = 60.0
 UPDATE_TIMEOUT_S = 600.0
 ABORT_EVERY_S = 0.2
+CLOSE_ABORT_S = 1.0
 VERIFIED_TENSORS = 3  # read back after each commit, another choice each time
 
 
@@ -89,7 +91,7 @@ class SglangEngine:
         self._closing = True
         if self._client is not None and self._up.is_set():
             with contextlib.suppress(EngineError):
-                await self._client.post("/abort_request", {"abort_all": True}, timeout_s=5.0)
+                await self._client.post("/abort_request", {"abort_all": True}, timeout_s=CLOSE_ABORT_S)
         for task in (self._keeper, *self._background):
             if task is not None:
                 task.cancel()
@@ -297,7 +299,7 @@ class SglangEngine:
                 await self._client.close()
             self._client = Client(self._server.url, self._server.admin_key, 2 * self._caps.max_rows + 8)
             begun = time.monotonic()
-            if await self._ready(begun + self._timeout_s):
+            if await self._ready():
                 log(f"sglang: ready after {time.monotonic() - begun:.0f} s")
                 self._up.set()
                 return
@@ -310,8 +312,16 @@ class SglangEngine:
             f" {self._server.log_path}"
         )
 
-    async def _ready(self, deadline: float) -> bool:
-        while time.monotonic() < deadline and self._server.exit_code is None:
+    async def _ready(self) -> bool:
+        """Whether it answers within its time, and before it ends."""
+        try:
+            return await wait_for("the SGLang server to become ready", self._answers(), self._timeout_s)
+        except PeerLost as error:
+            log(f"sglang: {error}")
+            return False
+
+    async def _answers(self) -> bool:
+        while self._server.exit_code is None:
             try:
                 await self._there().get("/health", timeout_s=POLL_S * 10)
                 return True

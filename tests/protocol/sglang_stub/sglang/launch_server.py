@@ -155,7 +155,7 @@ def main() -> None:
         "weights_checker": server.checksum,
     }.items():
         application.router.add_post(f"/{path}", handler)
-    web.run_app(application, host="127.0.0.1", port=options.port, print=None)
+    web.run_app(application, host="127.0.0.1", port=options.port, print=None, keepalive_timeout=1.0)
 
 
 if __name__ == "__main__":
