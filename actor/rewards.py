@@ -12,11 +12,11 @@ import hashlib
 import itertools
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+from temper.actor.loops import on_loop
 from temper.common import config
 from temper.common.errors import ProtocolError
 from temper.common.log import log
@@ -175,17 +175,6 @@ class BoundGrader:
     async def run(self, job: SandboxJob) -> Verdict:
         """See `domains.Grader.run`."""
         return await on_loop(self._grader._loop, lambda: self._grader.run(job, self._lease_id, self._domain))
-
-
-async def on_loop(loop: asyncio.AbstractEventLoop, make: Callable[[], Awaitable[Verdict]]) -> Verdict:
-    """Await on `loop`, wherever the caller runs; cancelling the caller cancels it there."""
-    if asyncio.get_running_loop() is loop:
-        return await make()
-
-    async def work() -> Verdict:
-        return await make()
-
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), loop))
 
 
 def content_key(job: SandboxJob) -> bytes:

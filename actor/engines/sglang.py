@@ -21,6 +21,7 @@ from temper.actor.engines.sglang_answer import Answer, parse
 from temper.actor.engines.sglang_http import Client, ServerBusy, ServerDown, serialized
 from temper.actor.engines.sglang_process import ServerProcess, ServerShape, SglangHost
 from temper.actor.engines.sglang_weights import Mirror
+from temper.actor.loops import on_loop
 from temper.common.errors import EngineError, EnvironmentFault, PeerLost
 from temper.common.log import log
 from temper.common.schema import Version
@@ -57,6 +58,7 @@ class SglangEngine:
         self._mirror = Mirror()
         self._version: Version | None = None
         self._client: Client | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._rows = asyncio.Semaphore(shape.max_rows)
         self._open = asyncio.Event()  # requests may go out: the server holds the version
         self._up = asyncio.Event()  # the server answers
@@ -83,6 +85,7 @@ class SglangEngine:
 
     async def start(self) -> None:
         """Start the server and wait until it answers. EnvironmentFault with its last log lines if it does not."""
+        self._loop = asyncio.get_running_loop()
         await self._launch()
         self._keeper = asyncio.create_task(self._keep(), name="sglang keeper")
 
@@ -104,7 +107,26 @@ class SglangEngine:
     # ------------------------------------------------------------ generation
 
     async def generate(self, request: GenerateRequest, cancel: Cancel | None = None) -> Generation:
-        """See `base.Engine.generate`. What the server aborted by itself goes on within the remaining budget."""
+        """See `base.Engine.generate`. What the server aborted by itself goes on within the remaining budget.
+
+        Callable from any thread's loop; the connections live on the loop that called `start`.
+        """
+        if self._loop is asyncio.get_running_loop() or self._loop is None:
+            return await self._generate(request, cancel)
+        loop, here = self._loop, Cancel()
+
+        def pass_on() -> None:
+            loop.call_soon_threadsafe(here.set)
+
+        if cancel is not None:
+            cancel.attach(pass_on)
+        try:
+            return await on_loop(loop, lambda: self._generate(request, here))
+        finally:
+            if cancel is not None:
+                cancel.detach(pass_on)
+
+    async def _generate(self, request: GenerateRequest, cancel: Cancel | None) -> Generation:
         check_request(request, self._caps, self._vocabulary)
         made = Answer([], [], [], "abort", [] if request.sampling.want_support else None)
         budget = min(request.sampling.max_new_tokens, self._caps.max_length_tokens - len(request.ids))

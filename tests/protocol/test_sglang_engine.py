@@ -111,6 +111,25 @@ def test_generation_updates_and_cancelling(tmp_path: Path) -> None:
     play(scenario)
 
 
+def test_domains_call_it_from_their_own_threads(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, STUB_STEP_S="0.01") as engine:
+            cancel = Cancel()
+
+            async def elsewhere() -> list[Any]:
+                long = asyncio.ensure_future(engine.generate(ask(max_new_tokens=400), cancel))
+                short = [await engine.generate(ask()) for _ in range(2)]
+                cancel.set()
+                return [*short, await long]
+
+            first, second, long = await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
+            assert first.ids == second.ids == [7, 8, 7, 8, 7, 8]
+            assert long.finish_reason == "abort" and 6 <= len(long.ids) < 400
+            assert len((await engine.generate(ask())).ids) == 6
+
+    play(scenario)
+
+
 def test_a_500_is_tried_again_and_a_bad_request_is_not(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(tmp_path) as engine:
