@@ -171,6 +171,13 @@ def load(folder: Path) -> Checkpoint:
     return Checkpoint(int(state["version"]), tensors, state)
 
 
+def below(folder: Path) -> Path | None:
+    """What `load_newest` takes for a run directory, a checkpoint folder or their parent; None for a run without any yet."""
+    if (folder / "checkpoints").is_dir():
+        return folder / "checkpoints"
+    return folder if (folder / MANIFEST).exists() or versions(folder) or not folder.is_dir() else None
+
+
 def load_newest(root: Path) -> Checkpoint:
     """The newest whole checkpoint below `root` (or `root` itself, if it is one); damaged ones are named and passed over.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -19,13 +18,11 @@ from typing import Any, TypeVar
 
 import torch
 from temper.common import metrics as names
-from temper.common.errors import ConfigError, EnvironmentFault, PeerLost, ProtocolError, RunFailed
+from temper.common.errors import EnvironmentFault, PeerLost, ProtocolError, RunFailed
 from temper.common.log import log
 from temper.common.peer import Peer
 from temper.common.peer_daemon import PeerDaemon
 from temper.common.schema import (
-    Bundle,
-    BundleFile,
     Covered,
     Demand,
     Done,
@@ -42,9 +39,9 @@ from temper.common.schema import (
     Welcome,
 )
 from temper.common.schema import RunFailed as RunFailedMessage
-from temper.common.wire import FRAME_LIMIT, FRAME_LIMIT_BYTES
 from temper.learner import checkpoint, models
 from temper.learner.boards import Board
+from temper.learner.bundle import bundle_of
 from temper.learner.evaluation import Evaluation, When
 from temper.learner.inbox import GroupData, Inbox, parse_group, void_reason
 from temper.learner.publisher import Published, Publisher
@@ -233,7 +230,7 @@ class LearnerDaemon(PeerDaemon):
         self._session = await self.off_loop(Session, loaded.model, recipe)
         resumed = await self.off_loop(self._restore) if self._resume else None
         self.spawn(self.publisher.run(), "publisher")
-        await self._send_bundle(loaded.name, dict(loaded.bundle_files))
+        await self.peer.send(*bundle_of(loaded.name, loaded.bundle_files))
         await self._publish(keep=True)
         session = self.session
         await self.peer.send(LearnerReady(self.lineage, resumed, session.steps_done, session.ordinal))
@@ -241,32 +238,15 @@ class LearnerDaemon(PeerDaemon):
     def _restore(self) -> int | None:
         """Continue from the newest whole checkpoint; its version, None when the run has none yet."""
         assert self._resume is not None
-        root = self._resume
-        if (root / "checkpoints").is_dir():
-            root = root / "checkpoints"
-        elif not (root / checkpoint.MANIFEST).exists() and root.is_dir():
-            log(f"no checkpoints below {root} yet: starting from the beginning")
+        root = checkpoint.below(self._resume)
+        if root is None:
+            log(f"no checkpoints below {self._resume} yet: starting from the beginning")
             return None
         found = checkpoint.load_newest(root)
         self.session.restore(found, self.welcome.run_id)
         self.checkpoint_path = str(root)
         log(f"resumed from the checkpoint of version {found.version}, {self.session.steps_done} steps done")
         return found.version
-
-    async def _send_bundle(self, name: str, files: dict[str, bytes]) -> None:
-        frames: list[memoryview] = []
-        entries = []
-        for file, content in sorted(files.items()):
-            view = memoryview(content)
-            parts = [view[i : i + FRAME_LIMIT_BYTES] for i in range(0, max(len(view), 1), FRAME_LIMIT_BYTES)]
-            entries.append(BundleFile(file, hashlib.blake2b(content, digest_size=16).hexdigest(), len(parts)))
-            frames += parts
-        if len(frames) > FRAME_LIMIT:
-            raise ConfigError(
-                f"the model's files beside its weights take {sum(map(len, files.values())) >> 20} MiB in {len(frames)} "
-                f"pieces, at most {FRAME_LIMIT} of {FRAME_LIMIT_BYTES >> 20} MiB: is a weights file among them?"
-            )
-        await self.peer.send(Bundle(entries, name), frames)
 
     async def _publish(self, keep: bool = False) -> None:
         tensors = await self.off_loop(self.session.serving_tensors)

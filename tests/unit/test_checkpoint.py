@@ -178,3 +178,13 @@ def test_a_full_disk_is_a_clear_error_and_leaves_the_older_untouched(tmp_path, m
         write(tmp_path, made(2), kept=2)
     assert [path.name for path in tmp_path.iterdir()] == ["version-0000000001"]
     assert_whole(load_newest(tmp_path))
+
+
+def test_a_run_directory_without_checkpoints_is_a_run_that_has_none_yet(tmp_path):
+    assert checkpoint.below(tmp_path) is None
+    folder, _ = write(tmp_path / "checkpoints", made(1), kept=1)
+    assert checkpoint.below(tmp_path) == checkpoint.below(tmp_path / "checkpoints") == tmp_path / "checkpoints"
+    assert checkpoint.below(folder) == folder
+    assert checkpoint.below(tmp_path / "mistyped") == tmp_path / "mistyped"
+    with pytest.raises(EnvironmentFault, match="mistyped"):
+        load_newest(tmp_path / "mistyped")
