@@ -68,7 +68,7 @@ def test_wheel_holds_every_module_and_data_file(wheel: Path) -> None:
     for folder in FOLDERS:
         package = "cli" if folder == "bin" else folder
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".toml", ".cfg"):
+            if path.suffix in (".py", ".toml", ".cfg") or (path.suffix == ".sh" and folder != "bin"):
                 expected.add(f"temper/{package}/{path.relative_to(ROOT / folder)}")
     assert expected <= names
     top = {name.split("/")[0] for name in names}
