@@ -22,6 +22,7 @@ from temper.actor.engines.factory import make_engine
 from temper.actor.episodes import Failed, lease_name
 from temper.actor.host import ActorHost, built_in_domains, domain_digests
 from temper.actor.rewards import SandboxGrader
+from temper.actor.scrub import Scrub
 from temper.actor.serving import Parts, Serving
 from temper.actor.text import Text
 from temper.actor.versions import Versions
@@ -116,6 +117,8 @@ class ActorDaemon(PeerDaemon):
         """Take leases until drained."""
         serving, versions = self._serving, self._versions
         assert serving is not None and versions is not None
+        if self._client is not None and self._engine is not None:
+            self.spawn(Scrub(self._client, self._engine.resident).run(), "scrub")
         if self.role == "actor":
             self.spawn(versions.follow(self.recipe.run.stall_timeout_s), "weights")
         while True:

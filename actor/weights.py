@@ -96,6 +96,11 @@ class WeightClient:
         return self._weights.version if self._weights else None
 
     @property
+    def weights(self) -> Weights | None:
+        """The host copy: only to be read, and only as long as it is the committed one."""
+        return self._weights
+
+    @property
     def behind(self) -> bool:
         """Whether the log holds another version than the committed one."""
         return self.newest is not None and self.newest != self.version
@@ -136,6 +141,8 @@ class WeightClient:
         self._weights = None
         self.reseeds[reason] += 1
         log(f"weights: taking a full copy ({reason})")
+        if self.newest is not None and self.on_new_version is not None:
+            self.on_new_version(self.newest)
 
     # ------------------------------------------------------------ inside
 

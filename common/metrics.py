@@ -85,7 +85,7 @@ ACTOR_RESEED_REASONS = declare(
     "actor/weights/reseeds_by_reason_count/*",
     "reseeds",
     "counter",
-    "The same by reason: gap, base, layout, malformed, truncated, digest, engine.",
+    "The same by reason: gap, base, layout, malformed, truncated, digest, engine, scrub.",
 )
 ACTOR_FETCHED = declare("actor/weights/fetched_bytes", "bytes", "counter", "Weight bytes received and staged.")
 ACTOR_FETCH_TIME = declare("actor/weights/fetch_seconds", "s", "gauge", "Last fetch: from asking to the last byte.")

@@ -16,6 +16,7 @@ from temper.common.errors import EngineError
 from temper.common.schema import Version
 
 if TYPE_CHECKING:
+    import numpy as np
     from temper.common.delta import StagedUpdate
 
 
@@ -139,6 +140,10 @@ class Engine(Protocol):
     @property
     def version(self) -> Version | None:
         """The committed version; None before the first `apply`."""
+        ...
+
+    def resident(self, name: str) -> np.ndarray | None:
+        """The flat bits that are served of a tensor, not copied, only to be read; None if the engine can't say."""
         ...
 
     async def generate(self, request: GenerateRequest, cancel: Cancel | None = None) -> Generation:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import psutil
 import torch
 from temper.actor.engines.base import Cancel, Counts, EngineCaps, GenerateRequest, Generation, check_request
 from temper.actor.engines.decoder import Decoder, Finished
+from temper.actor.engines.overwrite import bits
 from temper.actor.engines.shape import ModelShape, from_config
 from temper.common.errors import ConfigError, EngineError
 from temper.common.log import log
@@ -87,6 +89,14 @@ class EmbeddedEngine:
     @property
     def version(self) -> Version | None:
         return self._decoder.version
+
+    def resident(self, name: str) -> np.ndarray | None:
+        """The flat bits that are served of a tensor, not copied; None if there is none of that name."""
+        tensor = self._decoder.weights.named.get(name)
+        if tensor is None:
+            return None
+        view: np.ndarray = bits(tensor)
+        return view
 
     async def generate(self, request: GenerateRequest, cancel: Cancel | None = None) -> Generation:
         """See `base.Engine.generate`. A cancelled caller cancels the row too."""

@@ -28,6 +28,7 @@ from temper.common.schema import Version
 from temper.common.waiting import wait_for
 
 if TYPE_CHECKING:
+    import numpy as np
     from temper.common.delta import StagedUpdate
 
 STARTS_IN_A_ROW = 3  # a server that never becomes ready this often is beyond repair
@@ -82,6 +83,10 @@ class SglangEngine:
     @property
     def version(self) -> Version | None:
         return self._version
+
+    def resident(self, name: str) -> np.ndarray | None:
+        """None: the server's memory is its own."""
+        return None
 
     async def start(self) -> None:
         """Start the server and wait until it answers. EnvironmentFault with its last log lines if it does not."""
