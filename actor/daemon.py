@@ -129,8 +129,14 @@ class ActorDaemon(PeerDaemon):
             if (lease.lease_id, lease.attempt) not in self._queued:
                 continue  # refused meanwhile
             self._queued.discard((lease.lease_id, lease.attempt))
+            if self.idle():
+                self.progress(f"{lease_name(lease.lease_id)} of {lease.domain} begun")
             held = serving.take(lease)
             held.task = self.spawn(serving.serve(held), f"serve {lease_name(lease.lease_id)}")
+
+    def idle(self) -> bool:
+        """No lease is being served."""
+        return self._serving is None or not self._serving.held
 
     async def drain(self, reason: str) -> None:
         """Return what is held: generation stops at once, verdicts under way get a moment, the rest goes back."""

@@ -130,9 +130,13 @@ class Daemon:
 
     def progress(self, text: str) -> None:
         """The work went on: shown in heartbeats with its age. From the first call on, `stall_timeout_s` without another
-        one, and without a `wait_for`, ends the daemon."""
+        one, without a `wait_for` and not `idle`, ends the daemon."""
         self.last_progress = text
         self._progress_at = time.monotonic()
+
+    def idle(self) -> bool:
+        """Whether there is nothing to make progress with: an idle daemon is not a stalled one."""
+        return False
 
     @property
     def waiting_for(self) -> str:
@@ -259,7 +263,8 @@ class Daemon:
             self._trim_at = now
             asyncio.get_running_loop().run_in_executor(None, give_memory_back)
         age_s = now - self._progress_at
-        if self.last_progress and not self._waits and self.state == "READY" and age_s > self.stall_timeout_s:
+        busy = self.state == "READY" and not self._waits and not self.idle()
+        if self.last_progress and busy and age_s > self.stall_timeout_s:
             self.fail(TemperError(f"no progress for {age_s:.0f} s; the last was: {self.last_progress}"))
 
     def _on_signal(self, number: int) -> None:

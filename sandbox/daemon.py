@@ -85,6 +85,10 @@ class SandboxDaemon(PeerDaemon):
         """The jobs that run here."""
         return Holding(self.peer.broker_epoch, jobs=list(self._jobs))
 
+    def idle(self) -> bool:
+        """No job is here."""
+        return not self._jobs
+
     def tick(self) -> None:
         self.meter.set(metrics.SANDBOX_RUNNING, len(self._jobs))
         if self._worker is not None:
@@ -96,6 +100,8 @@ class SandboxDaemon(PeerDaemon):
         if job.job_id in self._jobs:
             return  # handed out again before its answer arrived
         data = [memoryview(bytes(frame)) for frame in frames]
+        if self.idle():
+            self.progress(f"job {job.job_id} begun")
         task = self.spawn(self._answer(job, data), f"job {job.job_id}")
         self._jobs[job.job_id] = task
         task.add_done_callback(lambda _: self._jobs.pop(job.job_id, None))
@@ -139,4 +145,4 @@ class SandboxDaemon(PeerDaemon):
         self.meter.add(metrics.SANDBOX_PROGRAMS, len(verdict.tests))
         self.meter.add(metrics.SANDBOX_WALL, wall_s)
         self.meter.add(metrics.SANDBOX_CPU, verdict.cpu_s)
-        self.last_progress = f"{verdict.outcome} in {wall_s:.3f} s"
+        self.progress(f"{verdict.outcome} in {wall_s:.3f} s")

@@ -41,6 +41,17 @@ class Behaviour(Daemon):
     def __init__(self, mode: str) -> None:
         super().__init__("actor", "actor-9", drain_timeout_s=1.0 if mode == "slow" else 30.0)
         self.mode = mode
+        self.ticks = 0
+        self.third_tick = asyncio.Event()
+
+    def idle(self) -> bool:
+        return self.mode == "resting"
+
+    def tick(self) -> None:
+        super().tick()
+        self.ticks += 1
+        if self.ticks == 3:
+            self.third_tick.set()
 
     async def setup(self) -> None:
         if self.mode == "config":
@@ -62,6 +73,11 @@ class Behaviour(Daemon):
         if self.mode == "waiting":
             await self.wait_for("learner: model bundle", asyncio.Event().wait(), 0.3)
         if self.mode == "done":
+            return
+        if self.mode == "resting":
+            self.stall_timeout_s = 0.0
+            self.progress("step 3")
+            await self.third_tick.wait()
             return
         if self.mode == "stalled":
             self.stall_timeout_s = 0.5

@@ -63,6 +63,12 @@ def test_an_expected_failure_is_one_line_and_its_exit_code(kit: Any, mode: str, 
     assert last in err.splitlines()[-1] and "Traceback" not in err
 
 
+def test_a_daemon_with_nothing_to_do_is_not_taken_for_a_stalled_one(kit: Any) -> None:
+    child = kit.start("resting")
+    _, err = child.communicate(timeout=15)
+    assert child.returncode == 0, err
+
+
 @pytest.mark.parametrize(
     ("mode", "error"),
     [
