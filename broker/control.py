@@ -58,6 +58,7 @@ class ControlDesk:
         self._scheduled = False
         self._jobs: dict[str, tuple[bytes, list[Any]]] = {}  # job id -> its message, until its verdict is there
         self._verdicts: dict[str, list[Any]] = {}
+        self._leaving: list[PeerId] = []
 
     # ------------------------------------------------------------ a turn
 
@@ -115,6 +116,9 @@ class ControlDesk:
         if taken:
             for peer, sequence in taken.items():
                 self.router.acknowledge(peer, sequence)
+        for peer in self._leaving:
+            self.router.forget(peer, "goodbye")
+        self._leaving.clear()
         for action in actions:
             self._act(action)
         self._verdicts.clear()
@@ -164,8 +168,7 @@ class ControlDesk:
             case schema.StatusRequest():
                 self.router.send(delivery.peer, schema.StatusReport(), [self._status()])
             case schema.Goodbye():
-                self.router.acknowledge(delivery.peer, delivery.sequence)
-                self.router.forget(delivery.peer, "goodbye")
+                self._leaving.append(delivery.peer)  # acknowledged with the turn, then forgotten
                 self.left(delivery.peer, f"goodbye ({body.reason})", clean=body.exit_code == 0)
             case schema.Holding() if body.epoch != self.router.epoch:
                 pass  # told to an incarnation that is gone: another one follows
