@@ -142,7 +142,9 @@ class Optimizer:
 @dataclass(frozen=True, slots=True)
 class WarmStart:
     max_steps: int = 0  # supervised steps on demonstrations before RL; 0 = none
-    until_likelihood: float = 1.0  # stop once the mean probability of a whole demonstration reaches this (T=1 accuracy)
+    until_likelihood: float = (
+        1.0  # stop once every domain's mean probability of a whole demonstration is this (T=1 accuracy)
+    )
     groups_per_step: int = 4  # demonstration leases per step
     samples_per_group: int = 16  # demonstrations per lease, each a task of its own
     learning_rate: float = 3e-3  # constant, same optimiser

@@ -26,11 +26,12 @@ from transformers import PreTrainedModel
 VOID_PREFIX = names.BROKER_VOID[:-1]
 
 
-def warm_start_over(recipe: Recipe, steps: int, likelihood: float | None) -> bool:
-    """Whether the warm start ends after `steps` of it, the last of which saw this mean likelihood."""
+def warm_start_over(recipe: Recipe, steps: int, likelihood: Mapping[str, float]) -> bool:
+    """Whether the warm start ends after `steps` of it: every domain that takes part has the likelihood asked for."""
     if steps >= recipe.warm_start.max_steps:
         return True
-    return likelihood is not None and likelihood >= recipe.warm_start.until_likelihood
+    taking_part = [domain.name for domain in recipe.domains if domain.train and domain.warm_start_share > 0]
+    return all(likelihood.get(name, 0.0) >= recipe.warm_start.until_likelihood for name in taking_part)
 
 
 class Totals:
@@ -111,7 +112,7 @@ class Session:
         report = self.trainer.warm_step(groups)
         self.ordinal += 1
         self.likelihood = report.mean(names.LEARNER_LIKELIHOOD)
-        self.warm = not warm_start_over(self.recipe, self.trainer.warm_steps_done, self.likelihood)
+        self.warm = not warm_start_over(self.recipe, self.trainer.warm_steps_done, self.trainer.warm_likelihood)
         return report
 
     def train_step(self, groups: Sequence[GroupData]) -> tuple[StepReport, list[str]]:

@@ -39,6 +39,7 @@ from temper.learner.rows import Array, StepRows, collect
 from temper.learner.signal import step_advantages
 from transformers import PreTrainedModel
 
+WARM_RATE = 0.5  # of the domains' running likelihoods in the warm start
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ENTROPY_VOCABULARY = 8192  # up to this vocabulary the entropy is computed in every step; beyond it only where needed
 
@@ -111,6 +112,7 @@ class Trainer:
         self.steps_done = 0
         self.warm_steps_done = 0
         self.baselines: dict[str, float] = {}
+        self.warm_likelihood: dict[str, float] = {}  # domain -> running mean probability of a whole demonstration
         self.reference = ReferencePolicy(recipe.reference, recipe.objective.kl_coefficient)
         self.critic: Critic | None = None
         if self.objective.needs_critic:
@@ -153,7 +155,10 @@ class Trainer:
 
     def warm_step(self, groups: Sequence[GroupData]) -> StepReport:
         """One supervised step on demonstrations. `learner/warm/likelihood_share` is the mean over demonstrations of the
-        probability of a whole one, exp(sum log p) at temperature 1, before the update."""
+        probability of a whole one, exp(sum log p) at temperature 1, before the update.
+
+        A domain whose own mean has reached ``warm_start.until_likelihood`` has no gradient until it falls below it again,
+        so that domains of different difficulty start RL even."""
         begun = time.perf_counter()
         data = collect(groups, 0, 1 << 62, demo=True)
         sums = Sums()
@@ -161,12 +166,28 @@ class Trainer:
         sums.add(names.LEARNER_RATE, rate)
         with self._giving_up():
             flat = self._flat(data, 1.0, demo=True)
+            flat.advantage = self._behind(data).to(flat.advantage.device)
             for update in self._updates(data, flat, 1):
                 logprob = self._update(data, flat, update, self.warm_flags, sums, rate=rate, temperature=1.0, demo=True)
                 whole = np.add.reduceat(logprob, data.cu_seqlens[:-1][data.trained > 0])
                 sums.add(names.LEARNER_LIKELIHOOD, float(np.exp(whole).sum()), len(whole))
+                self._see(data, np.exp(whole))
         self.warm_steps_done += 1
         return StepReport(sums.values, {}, [g.group_id for g in data.groups], time.perf_counter() - begun)
+
+    def _behind(self, data: StepRows) -> torch.Tensor:
+        """f32[M]: 1 for the demonstrations of domains that are still below the likelihood asked for, else 0."""
+        target = self.recipe.warm_start.until_likelihood
+        behind = [float(self.warm_likelihood.get(group.domain, 0.0) < target) for group in data.groups]
+        return torch.from_numpy(np.repeat(np.array(behind, np.float32)[data.group], np.diff(data.cu_seqlens)))
+
+    def _see(self, data: StepRows, whole: Array) -> None:
+        """Move each domain's running likelihood; `whole`: one probability per row with trained tokens."""
+        domains = [data.groups[group].domain for group in data.group[data.trained > 0]]
+        for domain in sorted(set(domains)):
+            mean = float(np.mean([value for value, of in zip(whole, domains, strict=True) if of == domain]))
+            old = self.warm_likelihood.get(domain, mean)
+            self.warm_likelihood[domain] = old + WARM_RATE * (mean - old)
 
     def _flat(self, data: StepRows, temperature: float, demo: bool = False) -> _Flat:
         """The step's flat arrays; the proximal and reference passes that the objective needs."""
@@ -248,7 +269,7 @@ class Trainer:
         entropy: Entropy = "value" if self.policy.head.shape[0] <= ENTROPY_VOCABULARY else "none"
         if flags.entropy_coefficient != 0:
             entropy = "grad"
-        every = _always_active(flags) or flat.target is not None
+        every = _always_active(flags) or flat.target is not None or demo
         include = update.include if every else _active(update.include, data, flat.advantage)
         self.optimizer.zero()
         for batch in plan(data.rows, self.recipe.optimizer.tokens_per_microbatch, include):
@@ -366,6 +387,7 @@ class Trainer:
             "steps_done": self.steps_done,
             "warm_steps_done": self.warm_steps_done,
             "baselines": dict(self.baselines),
+            "warm_likelihood": dict(self.warm_likelihood),
             "kl_coefficient": coefficient,
         }
         return tensors, scalars
@@ -386,6 +408,7 @@ class Trainer:
         self.steps_done = int(scalars["steps_done"])
         self.warm_steps_done = int(scalars["warm_steps_done"])
         self.baselines = {str(k): float(v) for k, v in scalars["baselines"].items()}
+        self.warm_likelihood = {str(k): float(v) for k, v in scalars.get("warm_likelihood", {}).items()}
 
 
 def _copy_into(named: Mapping[str, torch.nn.Parameter], values: Mapping[str, torch.Tensor]) -> None:

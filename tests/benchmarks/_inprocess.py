@@ -27,6 +27,7 @@ from temper.common.schedule import Assignment, Schedule
 from temper.common.schema import Group, Lane, Lease, SamplePart
 from temper.learner import models
 from temper.learner.inbox import GroupData, parse_group
+from temper.learner.session import warm_start_over
 from temper.learner.step import StepReport, Trainer
 
 LINEAGE = 1
@@ -139,7 +140,7 @@ class Loop:
         """Supervised steps on demonstrations until the recipe's likelihood; returns the last likelihood."""
         warm = self.recipe.warm_start
         likelihood = 0.0
-        while self.trainer.warm_steps_done < warm.max_steps and likelihood < warm.until_likelihood:
+        while not warm_start_over(self.recipe, self.trainer.warm_steps_done, self.trainer.warm_likelihood):
             assigned = [self.schedule.next("demo", self._shares("demo")) for _ in range(warm.groups_per_step)]
             report = self.trainer.warm_step(await self.groups("demo", assigned, warm.samples_per_group))
             likelihood = report.mean("learner/warm/likelihood_share") or 0.0

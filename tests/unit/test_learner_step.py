@@ -234,6 +234,28 @@ def test_supervised_warm_start_raises_the_likelihood_of_whole_demonstrations():
     assert (trainer.warm_steps_done, trainer.steps_done) == (30, 0)
 
 
+def test_a_domain_that_has_the_likelihood_asked_for_leaves_the_warm_start_to_the_others():
+    recipe = change(warm_start={"learning_rate": 1e-2, "until_likelihood": 0.3, "max_steps": 100})
+    demos = [
+        dataclasses.replace(
+            g, lane="demo", domain="ab"[i % 2], samples=tuple(dataclasses.replace(s, reward=None) for s in g.samples)
+        )
+        for i, g in enumerate(groups())
+    ]
+    both, one = Trainer(model(), recipe, 10), Trainer(model(), recipe, 10)
+    one.warm_likelihood = {"a": 0.9, "b": 0.0}
+    before = weights(one)
+    both.warm_step(demos)
+    one.warm_step(demos)
+    assert weights(one) != before and weights(one) != weights(both)
+    assert set(both.warm_likelihood) == {"a", "b"} and all(0 < value < 0.3 for value in both.warm_likelihood.values())
+    done = Trainer(model(), recipe, 10)
+    done.warm_likelihood = {"a": 0.9, "b": 0.9}
+    done.warm_step(demos)
+    assert weights(done) == before  # nobody is behind: no gradient
+    assert done.warm_likelihood["a"] < 0.9  # but it is measured all the same
+
+
 def test_serving_tensors_are_cast_once_and_not_touched_by_the_next_step():
     recipe = change(model={"serving_dtype": "bfloat16"})
     trainer = Trainer(model(), recipe, 10)
