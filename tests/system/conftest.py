@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -147,8 +148,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def read_books(run_dir: Path) -> dict[str, int]:
     """Read the ledger of a finished run and check its books; groups of the train lane by state.
 
-    Every lease has exactly one group, none is still open, no sample is there twice, and no step trained more groups than
-    its size.
+    Every lease has exactly one group, none is still open, no sample is there twice, and every step trained equally many.
     """
     (path,) = run_dir.rglob("ledger.sqlite")
     with contextlib.closing(sqlite3.connect(path)) as db:
@@ -160,6 +160,8 @@ def read_books(run_dir: Path) -> dict[str, int]:
     assert not doubled
     assert leases <= set(groups), f"leases without a group: {sorted(leases - set(groups))[:5]}"
     states: dict[str, int] = {}
+    sizes = Counter(version for lane, state, version, _ in groups.values() if (lane, state) == ("train", "trained"))
+    assert len(set(sizes.values())) <= 1, f"steps trained different numbers of groups: {sizes}"
     for lane, state, _, reason in groups.values():
         assert state in ("trained", "void", "reported" if lane == "eval" else ""), (
             f"a group of lane {lane} ended as {state}"
