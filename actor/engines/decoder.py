@@ -6,7 +6,7 @@ pass, and a swap of the weights between two steps is a clean cut. Rows are kept 
 rows cost. In `deterministic` mode the pass always has the full batch shape and cache length, prompts are prefilled one
 by one and rows never move: a row's bits then depend on its own ids, seed and weights alone.
 
-Called by `embedded` (in its thread) and by tests.
+Where keys and values come from is `caches`' affair. Called by `embedded` (in its thread) and by tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from temper.actor.engines.base import GenerateRequest, Generation
-from temper.actor.engines.llama import Cache, Llama, empty_weights
+from temper.actor.engines.caches import Caches
+from temper.actor.engines.llama import Llama, empty_weights
 from temper.actor.engines.overwrite import overwrite
 from temper.actor.engines.rows import Row, Slots
 from temper.actor.engines.sampler import Sampled, Truncation, sample, sample_truncated
@@ -29,8 +30,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from temper.common.delta import StagedUpdate
 
-PREFILL_TOKENS = 2048  # padded prompt tokens of one prefill pass
-BUCKET = 8  # the attended cache length is rounded up to a multiple of this
 HOLES = 8  # rows are moved together when more than one slot in this many is free
 
 Finish = Literal["stop", "length", "abort"]
@@ -62,17 +61,15 @@ class Decoder:
         self.kv_on_swap, self.deterministic = kv_on_swap, deterministic
         self.weights = empty_weights(shape, dtype)
         self.model = Llama(shape, self.weights, length)
-        self.cache = Cache(shape, max_rows, length)
         self.slots = Slots(max_rows, length)
+        self.caches = Caches(self.model, self.slots, max_rows, deterministic=deterministic)
         self.pending: deque[Row] = deque()
         self.running: dict[Any, Row] = {}
         self.high = 0
         self.steps = 0
         self.sampled_tokens = 0
-        self.prefilled_tokens = 0
         self.version: Version | None = None
         self._versions: list[tuple[int, Version]] = []
-        self._prefixes: dict[tuple[int, ...], Row] = {}
 
     @property
     def busy(self) -> bool:
@@ -106,9 +103,9 @@ class Decoder:
         overwrite(self.weights.named, update.changed)
         self.version = update.version
         self._versions.append((self.steps, update.version))
-        self._prefixes.clear()
+        self.caches.expire()
         if self.kv_on_swap == "recompute":
-            self._recompute()
+            self.caches.recompute(self.running.values())
         self._forget_versions()
         return update.digest
 
@@ -122,10 +119,7 @@ class Decoder:
         slots = self.slots
         count = self.max_rows if self.deterministic else self.high
         position = slots.position[:count]
-        length = self.length
-        if not self.deterministic:
-            length = min(self.length, -(-(int(position.max()) + 1) // BUCKET) * BUCKET)
-        logits = self.model.decode(slots.token[:count], position, self.cache, length)
+        logits = self.caches.decode(self.running.values(), count)
         sampled = self._sample(logits.div_(slots.temperature[:count]) if slots.tempered else logits, count)
         at = (position + 1).unsqueeze(1)
         slots.tokens[:count].scatter_(1, at, sampled.tokens.unsqueeze(1))
@@ -175,12 +169,10 @@ class Decoder:
         logprobs = self.slots.logprobs[row.slot, first:last].tolist()
         self.slots.clear(row)
         del self.running[row.key]
-        if self._prefixes.get(row.prompt) is row:
-            del self._prefixes[row.prompt]
+        self.caches.release(row, broken=broken)
         while self.high and self.slots.rows[self.high - 1] is None:
             self.high -= 1
         if broken:
-            self.cache.all[:, :, row.slot] = 0  # a later row in this slot must not meet a NaN, even a masked one
             return Finished(row.key, None, f"the model's logits are not finite at weights {self.version}")
         support = row.support if row.request.sampling.want_support else None
         return Finished(row.key, Generation(ids, logprobs, self._runs(row, len(ids)), reason, support))
@@ -207,7 +199,7 @@ class Decoder:
         while len(self._versions) > 1 and self._versions[1][0] <= oldest:
             del self._versions[0]
 
-    # ------------------------------------------------------------ admission and caches
+    # ------------------------------------------------------------ admission
 
     def _admit(self) -> None:
         rows: list[Row] = []
@@ -222,52 +214,10 @@ class Decoder:
             self.high = max(self.high, slot + 1)
             rows.append(row)
         if rows:
-            self._fill_caches(rows)
+            self.caches.fill(rows)
             self.slots.fill(rows)
         if not self.deterministic and (self.high - len(self.running)) * HOLES > self.high:
             self._compact()
-
-    def _fill_caches(self, rows: list[Row]) -> None:
-        prompts: dict[tuple[int, ...], list[int]] = {}
-        for row in rows:
-            if len(row.prompt) > 1:
-                prompts.setdefault(row.prompt, []).append(row.slot)
-            self._prefixes.setdefault(row.prompt, row)
-        fresh: list[tuple[tuple[int, ...], list[int]]] = []
-        for prompt, targets in prompts.items():
-            source = self._prefixes[prompt].slot
-            if source in targets:
-                fresh.append((prompt[:-1], targets))
-            else:
-                self.cache.copy_rows(torch.tensor([source] * len(targets)), torch.tensor(targets), len(prompt) - 1)
-        self._prefill(fresh)
-
-    def _prefill(self, prompts: list[tuple[tuple[int, ...], list[int]]]) -> None:
-        """Keys and values of each token sequence into its target slots; similar lengths share a pass."""
-        prompts = sorted(prompts, key=lambda item: len(item[0]))
-        while prompts:
-            take = 1
-            if not self.deterministic:
-                while take < len(prompts) and (take + 1) * len(prompts[take][0]) <= PREFILL_TOKENS:
-                    take += 1
-            batch, prompts = prompts[:take], prompts[take:]
-            size = len(batch[-1][0])
-            padded = torch.tensor([list(ids) + [0] * (size - len(ids)) for ids, _ in batch])
-            found = self.model.prefill(padded)
-            target = torch.tensor([slot for _, slots in batch for slot in slots])
-            source = torch.tensor([index for index, (_, slots) in enumerate(batch) for _ in slots])
-            self.cache.all[:, :, target, :, :size] = found[:, :, source]
-            self.prefilled_tokens += sum(len(ids) for ids, _ in batch)
-
-    def _recompute(self) -> None:
-        """Caches of all running rows under the weights just committed."""
-        prompts = []
-        for row in self.running.values():
-            position = int(self.slots.position[row.slot])
-            ids = row.prompt + tuple(self.slots.tokens[row.slot, len(row.prompt) : position + 1].tolist())
-            if position > 0:
-                prompts.append((ids[:position], [row.slot]))
-        self._prefill(prompts)
 
     def _compact(self) -> None:
         keep = len(self.running)
@@ -275,7 +225,6 @@ class Decoder:
         source = [slot for slot in range(keep, self.high) if self.slots.rows[slot] is not None]
         if target:
             sources, targets = torch.tensor(source), torch.tensor(target)
-            length = int(self.slots.position[sources].max()) + 1
-            self.cache.copy_rows(sources, targets, length)
+            self.caches.move(sources, targets)
             self.slots.move(sources, targets)
         self.high = keep

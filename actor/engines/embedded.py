@@ -210,7 +210,7 @@ class EmbeddedEngine:
 
     def _count(self) -> None:
         decoder, counts = self._decoder, self.counts
-        counts.sampled_tokens, counts.prefilled_tokens = decoder.sampled_tokens, decoder.prefilled_tokens
+        counts.sampled_tokens, counts.prefilled_tokens = decoder.sampled_tokens, decoder.caches.prefilled_tokens
         counts.steps, counts.rows = decoder.steps, len(decoder.running)
 
     def _fail_rest(self) -> None:

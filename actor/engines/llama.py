@@ -6,11 +6,17 @@ halves, grouped-query attention, optional qkv bias and qk norm); the residual st
 are fp32 whatever the weights' dtype, which is faster on a CPU and more exact. Called by `decoder`; nothing here knows
 about requests.
 
-Shapes: N rows, L layers, H query heads, K key/value heads, G = H / K, D head size, T cache length, P prompts, S prompt tokens.
+A prompt that several rows share is stored once: a row's own keys and values begin after its shared prefix, and a decode
+step attends to both parts, the shared one for all rows of a prefix in one product.
+
+Shapes: N rows, L layers, H query heads, K key/value heads, G = H / K, D head size, T cache length, P prompts or prefixes,
+S their tokens, R rows of one prefix.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -95,19 +101,62 @@ def empty_weights(shape: ModelShape, dtype: torch.dtype) -> Weights:
 
 
 class Cache:
-    """Keys and values, f32[L, 2, N, K, T, D]; position p of row n is valid once written."""
+    """Keys and values, f32[L, 2, N, K, T, D]; position p of row n is valid once written. T is made odd: rows that lie a
+    power of two apart would fight for the same lines of the processor's caches (ten times the time of a write)."""
 
     def __init__(self, shape: ModelShape, rows: int, length: int) -> None:
-        self.rows, self.length, self.kv_heads, self.head_dim = rows, length, shape.kv_heads, shape.head_dim
-        self.all = torch.zeros(shape.layers, 2, rows, shape.kv_heads, length, shape.head_dim)
+        self.rows, self.kv_heads, self.head_dim, self.layers = rows, shape.kv_heads, shape.head_dim, shape.layers
+        self.length = 0
+        self.all = torch.zeros(0)
+        self.grow(length)
+
+    def grow(self, length: int) -> None:
+        """Have room for `length` positions at least; what is there stays."""
+        if length <= self.length:
+            return
+        before, kept = self.length, self.all
+        self.length = length | 1
+        self.all = _lazy_zeros(self.layers, 2, self.rows, self.kv_heads, self.length, self.head_dim)
+        if before:
+            self.all[..., :before, :] = kept
+        merged = (self.rows * self.kv_heads, self.length, self.head_dim)
         self.flat = [(layer[0].view(-1, self.head_dim), layer[1].view(-1, self.head_dim)) for layer in self.all]
-        merged = (rows * shape.kv_heads, length, shape.head_dim)
         self.merged = [(layer[0].view(merged), layer[1].view(merged)) for layer in self.all]
-        self.first = torch.arange(rows * shape.kv_heads).view(rows, shape.kv_heads) * length
+        self.first = torch.arange(self.rows * self.kv_heads).view(self.rows, self.kv_heads) * self.length
 
     def copy_rows(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first `length` positions of rows `source` i64[M] over rows `target` i64[M]."""
         self.all[:, :, target, :, :length] = self.all[:, :, source, :, :length]
+
+    def write(self, row: int, begin: int, found: Tensor) -> None:
+        """Keys and values f32[L, 2, K, S, D] as positions begin..begin+S-1 of `row`."""
+        self.all[:, :, row, :, begin : begin + found.shape[3]] = found
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The prefixes that the rows of a decode step share.
+
+    `cache` holds prefix p in its row p; `size` S: positions attended to. `rows` i64[P, R]: the rows of each prefix,
+    padded with any; row n with a prefix is `rows[prefix[n], rank[n]]`, i64[N] both. `lengths` i64[N]: tokens of row n's
+    prefix, 0 without one: its own keys and values begin at that position.
+    """
+
+    cache: Cache
+    size: int
+    rows: Tensor
+    prefix: Tensor
+    rank: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a prefill continues: prompt p goes on after the first lengths[p] positions of row rows[p] of `cache`."""
+
+    cache: Cache
+    rows: Tensor  # i64[P]
+    lengths: Tensor  # i64[P]
 
 
 class Llama:
@@ -121,42 +170,66 @@ class Llama:
         self.sin_TD = torch.cat([-sine, sine], -1)
         self.position_T = torch.arange(length)
 
-    def decode(self, tokens_N: Tensor, positions_N: Tensor, cache: Cache, length: int) -> Tensor:
+    def decode(
+        self, tokens_N: Tensor, positions_N: Tensor, cache: Cache, length: int, shared: Shared | None = None
+    ) -> Tensor:
         """One token a row: f32 logits [N, V] after `tokens_N` at `positions_N`, rows 0..N-1 of `cache`.
 
-        Writes their keys and values; attends to positions <= its own among the first `length`.
+        Writes their keys and values; attends to positions <= its own among the first `length` of `cache`, after those
+        of the row's prefix.
         """
         s = self.shape
         n, heads, kv, d = tokens_N.shape[0], s.heads, s.kv_heads, s.head_dim
         x = F.embedding(tokens_N, self.weights.embed).float()
         dtype = self.weights.embed.dtype
         cos, sin = self.cos_TD[positions_N].unsqueeze(1), self.sin_TD[positions_N].unsqueeze(1)
-        hidden = self.position_T[:length] > positions_N.unsqueeze(1)
-        mask = torch.zeros(n, length).masked_fill_(hidden, -torch.inf)
-        mask = mask.unsqueeze(1).expand(n, kv, length).reshape(n * kv, 1, length)
-        slots = (cache.first[:n] + positions_N.unsqueeze(1)).view(-1)
+        own_N = positions_N if shared is None else positions_N - shared.lengths
+        mask = _mask(self.position_T[:length] > own_N.unsqueeze(1))
+        if shared is None:
+            mask = mask.unsqueeze(1).expand(n, kv, length).reshape(n * kv, 1, length)
+        else:
+            beyond = _mask(self.position_T[: shared.size] >= shared.lengths.unsqueeze(1))
+            mask = torch.cat((beyond, mask), 1).view(n, 1, 1, -1)
+        slots = (cache.first[:n] + own_N.unsqueeze(1)).view(-1)
         scale = d**-0.5
-        for layer, (keys, values), (all_k, all_v) in zip(self.weights.layers, cache.flat, cache.merged, strict=True):
+        for index, layer in enumerate(self.weights.layers):
+            keys, values = cache.flat[index]
+            all_k, all_v = (part[: n * kv, :length] for part in cache.merged[index])
             qkv = self._qkv(layer, _norm(x, layer.input_norm, s.rms_eps), (n, heads + 2 * kv, d))
             turned = self._rotate(qkv[:, : heads + kv], cos, sin)
             keys.index_copy_(0, slots, turned[:, heads:].reshape(n * kv, d))
             values.index_copy_(0, slots, qkv[:, heads + kv :].reshape(n * kv, d).float())
             query = turned[:, :heads].reshape(n * kv, heads // kv, d)
-            scores = torch.baddbmm(mask, query, all_k[: n * kv, :length].transpose(1, 2), alpha=scale)
-            mixed = torch.bmm(torch.softmax(scores, -1), all_v[: n * kv, :length]).view(n, heads * d).to(dtype)
-            x = _linear_add(x, mixed, layer.out, layer.out_bias)
+            if shared is None:
+                scores = torch.baddbmm(mask, query, all_k.transpose(1, 2), alpha=scale)
+                mixed = torch.bmm(torch.softmax(scores, -1), all_v)
+            else:
+                mixed = _attend(query.mul_(scale), all_k, all_v, mask, shared, index)
+            x = _linear_add(x, mixed.view(n, heads * d).to(dtype), layer.out, layer.out_bias)
             x = self._mlp(layer, x)
         return self._head(x)
 
-    def prefill(self, tokens_PS: Tensor) -> Tensor:
-        """Keys and values f32[L, 2, P, K, S, D] of whole prompts from position 0, right-padded to S (causal, so the
-        padding reaches nothing before it)."""
+    def prefill(self, tokens_PS: Tensor, past: Past | None = None) -> Tensor:
+        """Keys and values f32[L, 2, P, K, S, D] of prompts from position 0, or of what follows `past`; right-padded to S
+        (causal, so the padding reaches nothing before it)."""
         s = self.shape
         prompts, size = tokens_PS.shape
         heads, kv, d = s.heads, s.kv_heads, s.head_dim
         x = F.embedding(tokens_PS, self.weights.embed).float()
         dtype = self.weights.embed.dtype
-        cos, sin = self.cos_TD[:size].unsqueeze(1), self.sin_TD[:size].unsqueeze(1)
+        seen: Tensor | None = None
+        positions, before = self.position_T[:size], 0
+        if past is not None:
+            before = int(past.lengths.max())
+            positions = (past.lengths.unsqueeze(1) + positions).clamp_(max=len(self.position_T) - 1)  # of padding only
+            seen = torch.cat(
+                (
+                    (self.position_T[:before] < past.lengths.unsqueeze(1)).unsqueeze(1).expand(-1, size, -1),
+                    torch.ones(size, size, dtype=torch.bool).tril_().expand(prompts, -1, -1),
+                ),
+                2,
+            ).unsqueeze(1)
+        cos, sin = self.cos_TD[positions].unsqueeze(-2), self.sin_TD[positions].unsqueeze(-2)
         found = torch.empty(s.layers, 2, prompts, kv, size, d)
         last = s.layers - 1
         for index, layer in enumerate(self.weights.layers):
@@ -168,8 +241,12 @@ class Llama:
             if index == last:
                 break
             query = turned[:, :, :heads].transpose(1, 2)
+            keys, values = found[index, 0], found[index, 1]
+            if past is not None:
+                old = past.cache.all[index][:, past.rows, :, :before]
+                keys, values = torch.cat((old[0], keys), 2), torch.cat((old[1], values), 2)
             mixed = F.scaled_dot_product_attention(
-                query, found[index, 0], found[index, 1], is_causal=True, enable_gqa=heads != kv
+                query, keys, values, attn_mask=seen, is_causal=seen is None, enable_gqa=heads != kv
             )
             mixed = mixed.transpose(1, 2).reshape(prompts, size, heads * d).to(dtype)
             x = self._mlp(layer, _linear_add(x, mixed, layer.out, layer.out_bias))
@@ -200,6 +277,35 @@ class Llama:
     def _head(self, x: Tensor) -> Tensor:
         s = self.shape
         return F.linear(_norm(x, self.weights.norm, s.rms_eps), self.weights.head).float()
+
+
+def _lazy_zeros(*size: int) -> Tensor:
+    """Zeros, f32, that take up memory page by page as they are written (torch.zeros writes all of it)."""
+    return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(size)), dtype=torch.float32).view(size)
+
+
+def _mask(hidden: Tensor) -> Tensor:
+    """0 where visible, -inf where `hidden`, f32."""
+    return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+
+
+def _attend(query: Tensor, own_k: Tensor, own_v: Tensor, mask: Tensor, shared: Shared, layer: int) -> Tensor:
+    """Attention of scaled `query` f32[N*K, G, D] over prefix and own positions (`mask` f32[N, 1, 1, S + T]); f32[N*K, G, D].
+
+    The products with a prefix are one for all of its rows: [R*G, D] x [D, S] for each of P*K.
+    """
+    n, prefixes, size = len(shared.prefix), len(shared.rows), shared.size
+    merged, groups, d = query.shape
+    kv = merged // n
+    keys, values = (part[: prefixes * kv, :size] for part in shared.cache.merged[layer])
+    by_prefix = query.view(n, kv, groups, d)[shared.rows].transpose(1, 2).reshape(prefixes * kv, -1, d)
+    scores = torch.bmm(by_prefix, keys.transpose(1, 2)).view(prefixes, kv, -1, groups, size)
+    own = torch.bmm(query, own_k.transpose(1, 2)).view(n, kv, groups, -1)
+    seen = torch.cat((scores[shared.prefix, :, shared.rank], own), 3).add_(mask).softmax(-1)
+    weights = seen[..., :size][shared.rows].transpose(1, 2).reshape(prefixes * kv, -1, size)
+    mixed = torch.bmm(weights, values).view(prefixes, kv, -1, groups, d)[shared.prefix, :, shared.rank]
+    mixed = mixed.masked_fill_((shared.lengths == 0).view(n, 1, 1, 1), 0.0).view(merged, groups, d)
+    return torch.baddbmm(mixed, seen[..., size:].reshape(merged, groups, -1), own_v)
 
 
 def _linear_add(x: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from temper.actor.engines.base import GenerateRequest
 from temper.actor.engines.philox import uniforms
+from temper.actor.engines.prefixes import Prefix
 from torch import Tensor
 
 DRAWS = 64  # uniforms drawn ahead, one column a step
@@ -27,6 +28,7 @@ class Row:
     prompt: tuple[int, ...]
     slot: int = -1
     first_step: int = 0
+    prefix: Prefix | None = None
     cancelled: bool = False
     support: list[list[int]] = field(default_factory=list)
 
@@ -39,6 +41,7 @@ class Slots:
         self.length = length
         self.token = torch.zeros(rows, dtype=torch.int64)  # the token that the next step processes
         self.position = torch.zeros(rows, dtype=torch.int64)  # and its position
+        self.shared = torch.zeros(rows, dtype=torch.int64)  # tokens of the prefix it shares with other rows
         self.live = torch.zeros(rows, dtype=torch.int64)
         self.limit = torch.full((rows,), length, dtype=torch.int64)  # tokens that the sequence may have
         self.temperature = torch.ones(rows, 1)
@@ -60,6 +63,7 @@ class Slots:
         params = [row.request.sampling for row in rows]
         self.token[slots] = torch.tensor([row.prompt[-1] for row in rows])
         self.position[slots] = torch.tensor(sizes) - 1
+        self.shared[slots] = torch.tensor([len(row.prefix.ids) if row.prefix else 0 for row in rows])
         self.live[slots] = 1
         limits = [min(size + p.max_new_tokens, self.length) for size, p in zip(sizes, params, strict=True)]
         self.limit[slots] = torch.tensor(limits)
@@ -99,17 +103,26 @@ class Slots:
         self.truncating -= truncates(row)
         self.tempered -= row.request.sampling.temperature != 1.0
         self.live[row.slot] = 0
-        self.position[row.slot] = 0
+        self.position[row.slot] = self.shared[row.slot] = 0
         self.token[row.slot] = 0
         self.temperature[row.slot] = 1.0
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Rows of slots `source` i64[M] take the free slots `target` i64[M]."""
-        moved = (self.token, self.position, self.live, self.limit, self.temperature, self.top_k, self.top_p, self.min_p)
-        for tensor in (*moved, self.stops, self.draws, self.tokens, self.logprobs):
+        moved = (
+            self.token,
+            self.position,
+            self.shared,
+            self.live,
+            self.limit,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+        )
+        for tensor in (*moved, self.min_p, self.stops, self.draws, self.tokens, self.logprobs):
             tensor[target] = tensor[source]
-        self.live[source] = 0
-        self.position[source] = 0
+        for tensor in (self.live, self.position, self.shared):
+            tensor[source] = 0
         for old, new in zip(source.tolist(), target.tolist(), strict=True):
             row = self.rows[old]
             if row is None or self.rows[new] is not None:

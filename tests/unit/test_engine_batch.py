@@ -174,13 +174,13 @@ def test_siblings_differ_and_their_prompt_is_prefilled_once() -> None:
     for index in range(16):
         made.submit(index, ask([1, 2, 3, 4, 5], seed=index))
     ended = finish(made)
-    assert made.prefilled_tokens == 4
+    assert made.caches.prefilled_tokens == 4
     assert len({tuple(generation.ids) for generation in ended.values()}) > 10
     made.submit("first", ask([1, 2, 3, 4, 5], seed=99, max_new_tokens=9))
     made.step()
     made.submit("later", ask([1, 2, 3, 4, 5], seed=98))
     finish(made)
-    assert made.prefilled_tokens == 8  # "later" copied from the running sibling
+    assert made.caches.prefilled_tokens == 8  # "later" copied from the running sibling
 
 
 def test_stop_tokens_end_a_row_and_are_part_of_it() -> None:
