@@ -1,20 +1,23 @@
-"""From accepted parts to one Group message. Array frames pass through untouched unless there are too many of them."""
+"""From accepted messages to one Group message. What came passes through as it came: encoded metas inside the new one,
+array frames untouched (small ones joined), unless there are too many large ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 from temper.broker.leases import LeaseRecord
-from temper.broker.payloads import Payload
-from temper.common.arrays import pack_arrays, unpack_arrays
+from temper.broker.segments import Message
+from temper.common.arrays import join, pack_arrays, unpack_arrays
 from temper.common.errors import ProtocolError
-from temper.common.schema import Group, SamplePart
-from temper.common.wire import FRAME_LIMIT, FRAME_LIMIT_BYTES, META_LIMIT_BYTES, pack_meta
+from temper.common.schema import Group, Samples
+from temper.common.wire import FRAME_LIMIT, FRAME_LIMIT_BYTES, META_LIMIT_BYTES, nbytes, pack_meta, unpack_meta
 
 OFFSETS = {"cu_seqlens": "tokens", "support_cu": "support_ids"}
 """Arrays of offsets, and the array that they divide."""
+META_ROOM_BYTES = META_LIMIT_BYTES - 2048  # the rest is for what surrounds the parts
 
 
 class Unsendable(ProtocolError):
@@ -22,13 +25,20 @@ class Unsendable(ProtocolError):
 
 
 def build_group(
-    record: LeaseRecord, payloads: Sequence[Payload], lineage: int, void: str | None
+    record: LeaseRecord, messages: Sequence[Message], lineage: int, void: str | None
 ) -> tuple[Group, list[Any]]:
     """The message and its frames. Samples that infrastructure lost are not in it. Unsendable if it fits no message."""
-    parts = list(payloads)
-    if sum(len(frames) for _, frames in parts) > FRAME_LIMIT:
+    parts = list(messages)
+    facts: list[Any] = []
+    frames = _frames(parts)
+    if len(frames) > FRAME_LIMIT:
         parts = _merge(parts)
-    frames = [frame for _, frames in parts for frame in frames]
+        frames = _frames(parts)
+    raws = [msgspec.Raw(meta) for meta, _ in parts]
+    if sum(len(meta) for meta, _ in parts) > META_ROOM_BYTES:
+        encoded = memoryview(msgspec.msgpack.encode(raws))
+        facts = [encoded[at : at + FRAME_LIMIT_BYTES] for at in range(0, len(encoded), FRAME_LIMIT_BYTES)]
+        raws = []
     body = Group(
         group_id=record.lease_id,
         lane=record.lane,
@@ -36,43 +46,59 @@ def build_group(
         level=record.level,
         task_seed=record.task_seed,
         lineage=lineage,
-        parts=[part for part, _ in parts],
+        parts=cast("list[Samples]", raws),
         pinned_version=record.pinned_version,
         void=void,
+        facts=len(facts),
     )
-    if len(frames) > FRAME_LIMIT:
-        raise Unsendable(f"{len(frames)} array frames, at most {FRAME_LIMIT}")
-    meta = len(pack_meta(body))
-    if meta > META_LIMIT_BYTES:
-        raise Unsendable(f"facts of {meta} bytes, at most {META_LIMIT_BYTES}")
-    return body, frames
+    if len(facts) + len(frames) > FRAME_LIMIT:
+        raise Unsendable(f"{len(facts) + len(frames)} frames, at most {FRAME_LIMIT}")
+    return body, [*facts, *frames]
 
 
-def _merge(parts: Sequence[Payload]) -> list[Payload]:
-    """Join neighbouring parts with the same arrays, as far as no array outgrows a frame."""
-    merged: list[list[Payload]] = []
-    size = 0
-    for part in parts:
-        names = [(spec.name, spec.dtype) for spec in part[0].arrays]
-        nbytes = max((memoryview(frame).nbytes for frame in part[1]), default=0)
+def _shared(frames: Sequence[Any]) -> bool:
+    """Whether a message's arrays share a frame: there are four at least."""
+    return len(frames) == 1
+
+
+def _frames(parts: Sequence[Message]) -> list[Any]:
+    return join([(_shared(frames), frames) for _, frames in parts])
+
+
+def _merge(parts: Sequence[Message]) -> list[Message]:
+    """Join neighbouring large parts with the same arrays, as far as no array outgrows a frame and the facts a meta."""
+    merged: list[list[tuple[Samples, Sequence[Any]]]] = []
+    size = facts = 0
+    kept: list[Message] = [part for part in parts if _shared(part[1])]
+    for meta, frames in parts:
+        if _shared(frames):
+            continue
+        body = unpack_meta(meta, Samples)
+        names = [(spec.name, spec.dtype) for spec in body.arrays]
+        largest = max((nbytes(frame) for frame in frames), default=0)
         same = bool(merged) and names == [(spec.name, spec.dtype) for spec in merged[-1][0][0].arrays]
-        if not same or size + nbytes > FRAME_LIMIT_BYTES:
+        if not same or size + largest > FRAME_LIMIT_BYTES or facts + len(meta) > META_ROOM_BYTES:
             merged.append([])
-            size = 0
-        merged[-1].append(part)
-        size += nbytes
-    return [_join(group) if len(group) > 1 else group[0] for group in merged]
+            size = facts = 0
+        merged[-1].append((body, frames))
+        size += largest
+        facts += len(meta)
+    return kept + [_join(run) for run in merged]
 
 
-def _join(parts: Sequence[Payload]) -> Payload:
-    rows = [unpack_arrays(part.arrays, frames) for part, frames in parts]
-    joined = {}
-    for name in rows[0]:
-        if name in OFFSETS:
-            bases = np.cumsum([0, *(len(row[OFFSETS[name]]) for row in rows)])
-            pieces = [row[name][:-1] + base for row, base in zip(rows, bases[:-1], strict=True)]
-            joined[name] = np.concatenate([*pieces, bases[-1:]]).astype(rows[0][name].dtype)
-        else:
-            joined[name] = np.concatenate([row[name] for row in rows])
-    specs, frames = pack_arrays(joined)
-    return SamplePart([meta for part, _ in parts for meta in part.samples], specs), frames
+def _join(parts: Sequence[tuple[Samples, Sequence[Any]]]) -> Message:
+    body, frames = parts[0]
+    if len(parts) > 1:
+        rows = [unpack_arrays(part.arrays, frames) for part, frames in parts]
+        joined = {}
+        for name in rows[0]:
+            if name in OFFSETS:
+                bases = np.cumsum([0, *(len(row[OFFSETS[name]]) for row in rows)])
+                pieces = [row[name][:-1] + base for row, base in zip(rows, bases[:-1], strict=True)]
+                joined[name] = np.concatenate([*pieces, bases[-1:]]).astype(rows[0][name].dtype)
+            else:
+                joined[name] = np.concatenate([row[name] for row in rows])
+        specs, frames = pack_arrays(joined)
+        samples = [meta for part, _ in parts for meta in part.samples]
+        body = msgspec.structs.replace(body, samples=samples, arrays=specs)
+    return pack_meta(body), frames

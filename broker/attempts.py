@@ -6,6 +6,8 @@ An attempt is known by (lease, attempt token, peer); whatever comes for another 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from temper.broker.events import Action, Ignore, Note, PeerKey, RefuseAttempt, SamplesArrived, Store
 from temper.broker.fates import Fates
 from temper.broker.leases import LeaseRecord
@@ -21,6 +23,7 @@ class Attempts:
     def __init__(self, run: RunState, fates: Fates) -> None:
         self.run = run
         self.fates = fates
+        self.ended = False
 
     def _find(self, peer: PeerKey, lease_id: int, attempt: int) -> LeaseRecord | None:
         """The lease, if this attempt of it is out with this peer."""
@@ -50,26 +53,40 @@ class Attempts:
         self.run.peers[peer].draining = True  # until its heartbeats say otherwise
         return []
 
-    def samples(self, event: SamplesArrived) -> list[Action]:
+    def batch(self, arrivals: Sequence[SamplesArrived]) -> list[Action]:
+        """Samples as they came, in order: first what becomes of each, then what follows from it. `ended`: of a lease that is
+        not out, or is not any more."""
+        followed: list[Action] = []
+        self.ended = False
+        return [self._samples(event, followed) for event in arrivals] + followed
+
+    def _samples(self, event: SamplesArrived, followed: list[Action]) -> Action:
         """Store, ignore (a repeated message) or refuse them; the last missing one completes the lease."""
-        run, lease_id = self.run, event.lease_id
-        indices = tuple(sample.index for sample in event.samples)
-        record = self._find(event.peer, lease_id, event.attempt)
-        if record is None:
-            known = run.leases.leases.get(lease_id)
-            if known is not None and known.last_peer == event.peer and known.have.issuperset(indices):
-                return [Ignore(lease_id, indices)]
-            return [RefuseAttempt(event.peer, lease_id, event.attempt, ABANDONED)]
-        if record.have.issuperset(indices):
-            return [Ignore(lease_id, indices)]
-        wrong = any(not 0 <= index < record.size or index in record.have for index in indices)
-        if wrong or len(set(indices)) != len(indices):
+        run, lease_id, peer = self.run, event.lease_id, event.peer
+        record = run.leases.leases.get(lease_id)
+        samples = event.samples
+        indices = (samples[0].index,) if len(samples) == 1 else tuple([sample.index for sample in samples])
+        if record is None or not record.out or record.attempt != event.attempt or record.peer != peer:
+            self.ended = True
+            if record is not None and record.last_peer == peer and record.have.issuperset(indices):
+                return Ignore(lease_id, indices)
+            return RefuseAttempt(peer, lease_id, event.attempt, ABANDONED)
+        have, size = record.have, record.size
+        if have.issuperset(indices):
+            return Ignore(lease_id, indices)
+        if len(indices) == 1:
+            wrong = not 0 <= indices[0] < size
+        else:
+            wrong = min(indices) < 0 or max(indices) >= size or len(have.union(indices)) != len(have) + len(indices)
+        if wrong:
             reason = f"sample indices {list(indices)}, missing are {record.missing}"
-            return [RefuseAttempt(event.peer, lease_id, event.attempt, reason)]
-        run.leases.accept(record, indices)
+            return RefuseAttempt(peer, lease_id, event.attempt, reason)
+        have.update(indices)
         run.groups.add(lease_id, event.samples, event.nbytes)
-        actions: list[Action] = [Store(lease_id, indices)]
-        return actions + (self.fates.complete(record) if len(record.have) == record.size else [])
+        if len(have) == size:
+            self.ended = True
+            followed += self.fates.complete(record)
+        return Store(lease_id, indices)
 
     def holding(self, peer: PeerKey, body: schema.Holding) -> list[Action]:
         """What the peer still works on after this broker came back: what it never got goes out again, what it should not

@@ -1,8 +1,8 @@
-"""What comes on the control socket: messages become events, one loop turn becomes one transaction.
+"""What comes on the control socket: messages become events, what they decide is written down, then told.
 
 The order is the guarantee: the core decides, the ledger commits, and only then are messages acknowledged and actions
-carried out. Nothing that a peer was told can be lost by killing this process. A broken message closes its sender and
-nobody else; a ledger that cannot be written stops everything before anything is acknowledged.
+carried out (``commits``). Nothing that a peer was told can be lost by killing this process. A broken message closes its sender
+and nobody else; a ledger that cannot be written stops everything before anything is acknowledged.
 """
 
 from __future__ import annotations
@@ -14,17 +14,25 @@ from collections.abc import Callable
 from typing import Any
 
 from temper.broker import events as ev
+from temper.broker import intake
 from temper.broker.assembly import Unsendable, build_group
+from temper.broker.commits import Commits, Turn
 from temper.broker.core import BrokerCore
 from temper.broker.guests import Guests
 from temper.broker.ledger import Accepted, Ledger
-from temper.broker.validate import BadSamples, check
+from temper.broker.validate import BadSamples
 from temper.common import metrics, schema
 from temper.common.errors import ProtocolError, TemperError
 from temper.common.log import log
 from temper.common.metrics import Meter
 from temper.common.pump import Delivery, PeerId, Router
 from temper.common.schema import pack_frames
+
+SAMPLES = schema.Samples.KIND
+BESIDE_SAMPLES = frozenset(
+    body.KIND for body in (schema.Touch, schema.Heartbeat, schema.Metrics, schema.Job, schema.JobDone, schema.JobCancel)
+)
+"""Kinds that may be handled before samples that came earlier: what they change, samples do not look at."""
 
 
 class ControlDesk:
@@ -39,7 +47,7 @@ class ControlDesk:
         meter: Meter,
         *,
         finish: Callable[[ev.Finish], None],
-        broken: Callable[[TemperError], None],
+        broken: Callable[[BaseException], None],
         status: Callable[[], bytes],
         fail_after_s: float,
     ) -> None:
@@ -51,49 +59,44 @@ class ControlDesk:
         self.samples: Counter[str] = Counter()
         self.sampled_tokens = 0.0
         self._finish, self._status, self._fail_after_s = finish, status, fail_after_s
-        self._break = broken
-        self._is_broken = False
-        self._actions: list[ev.Action] = []
-        self._steered = False  # something beside records has changed
+        self.commits = Commits(core, ledger, meter, self._perform, broken)
         self._scheduled = False
         self._jobs: dict[str, tuple[bytes, list[Any]]] = {}  # job id -> its message, until its verdict is there
-        self._verdicts: dict[str, list[Any]] = {}
-        self._leaving: list[PeerId] = []
 
     # ------------------------------------------------------------ a turn
 
     def on_batch(self, batch: list[Delivery]) -> None:
-        """One loop turn's messages."""
-        if self._is_broken:
+        """One loop turn's messages. Samples that came one after another are taken together."""
+        if self.commits.is_broken:
             return
-        taken: dict[PeerId, int] = {}
+        find, taken = self.guests.key, self.commits.turn.taken
+        run: list[tuple[str, Delivery]] = []
         for delivery in batch:
             peer = delivery.peer
-            key = self.guests.key(peer)
+            key = find(peer)
             if key is None:
                 continue  # closed within this batch
+            if delivery.sequence:
+                taken[peer] = delivery.sequence  # unless something is wrong with it, see `_refuse`
+            if delivery.kind == SAMPLES:
+                run.append((key, delivery))
+                continue
+            if run and delivery.kind not in BESIDE_SAMPLES:
+                self._take_samples(run)
+                run = []
             try:
                 self._handle(key, delivery)
             except ProtocolError as error:
-                self.router.refuse(peer, "malformed", str(error))
-                taken.pop(peer, None)
-                continue
-            if delivery.sequence:
-                taken[peer] = delivery.sequence
-        self.settle(taken)
+                self._refuse(peer, error)
+        if run:
+            self._take_samples(run)
+        self.settle()
 
     def take(self, event: ev.Event) -> list[ev.Action]:
         """Tell the core; its actions are carried out with the next `settle`, which is on its way."""
         actions = self.core.on(event, time.monotonic())
-        self._actions += actions
+        self.commits.turn.actions += actions
         return actions
-
-    def _take_one(self, event: ev.SamplesArrived) -> ev.Store | ev.Ignore | ev.RefuseAttempt:
-        """Tell the core of samples: the first action says what becomes of them, the others follow with `settle`."""
-        first, *others = self.core.on(event, time.monotonic())
-        assert isinstance(first, ev.Store | ev.Ignore | ev.RefuseAttempt)
-        self._actions += others
-        return first
 
     def settle_soon(self) -> None:
         """Have `settle` called in the next loop turn."""
@@ -101,56 +104,37 @@ class ControlDesk:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self.settle)
 
-    def settle(self, taken: dict[PeerId, int] | None = None, force: bool = False) -> None:
-        """Write what this turn brought, then acknowledge it and carry its actions out. `force`: also in memory mode."""
+    def settle(self, force: bool = False) -> None:
+        """Have what came so far written, then acknowledged and acted on. `force`: also in memory mode."""
         self._scheduled = False
-        if self._is_broken:
-            return
-        actions, self._actions = self._actions, []
-        try:
-            self._write(actions, force)
-        except TemperError as error:
-            self._is_broken = True
-            self._break(error)
-            return
-        if taken:
-            for peer, sequence in taken.items():
-                self.router.acknowledge(peer, sequence)
-        for peer in self._leaving:
-            self.router.forget(peer, "goodbye")
-        self._leaving.clear()
-        for action in actions:
-            self._act(action)
-        self._verdicts.clear()
+        self.commits.settle(force)
 
-    def _write(self, actions: list[ev.Action], force: bool) -> None:
-        ledger = self.ledger
-        for action in actions:
-            if isinstance(action, ev.Release):
-                ledger.release(action.group_ids)
-        if not ledger.durable and not force:
-            ledger.commit(force=False)
-        elif self._steered or self.core.dirty:
-            begun = time.perf_counter()
-            ledger.record(self.core.changes())
-            ledger.commit()
-            self._steered = False
-            self.meter.add(metrics.BROKER_COMMIT, time.perf_counter() - begun)
-            self.meter.add(metrics.BROKER_COMMITS)
+    def _perform(self, turn: Turn) -> None:
+        """The turn is as durable as it must be: tell everybody."""
+        for peer, sequence in turn.taken.items():
+            self.router.acknowledge(peer, sequence)
+        for peer in turn.leaving:
+            self.router.forget(peer, "goodbye")
+        for action in turn.actions:
+            self._act(action, turn)
+
+    def _refuse(self, peer: PeerId, error: ProtocolError) -> None:
+        self.commits.turn.taken.pop(peer, None)
+        self.router.refuse(peer, "malformed", str(error))
+
+    async def settled(self) -> None:
+        """Until everything that came is written and told."""
+        await self.commits.settled()
 
     def close(self) -> None:
         """Write and close the books."""
-        if not self._is_broken:
-            self.ledger.record(self.core.changes())
-            self.ledger.close()
+        self.commits.close()
 
     # ------------------------------------------------------------ messages
 
     def _handle(self, key: str, delivery: Delivery) -> None:
         body = delivery.body
         match body:
-            case schema.Samples():
-                self._take_samples(key, body, delivery)
             case schema.Heartbeat():
                 self.guests.beats[key] = body
                 record = self.core.peers.get(key)
@@ -161,41 +145,76 @@ class ControlDesk:
                     self._jobs.setdefault(body.job_id, (delivery.raw_meta, delivery.frames))
                 self.take(ev.Received(key, body, delivery.size))
             case schema.JobDone():
-                self._verdicts[body.job_id] = delivery.frames
+                self.commits.turn.verdicts[body.job_id] = delivery.frames
                 self.take(ev.Received(key, body))
             case schema.Metrics():
                 self.relay(body)
             case schema.StatusRequest():
                 self.router.send(delivery.peer, schema.StatusReport(), [self._status()])
             case schema.Goodbye():
-                self._leaving.append(delivery.peer)  # acknowledged with the turn, then forgotten
+                self.commits.turn.leaving.append(delivery.peer)  # acknowledged with the turn, then forgotten
                 self.left(delivery.peer, f"goodbye ({body.reason})", clean=body.exit_code == 0)
             case schema.Holding() if body.epoch != self.router.epoch:
                 pass  # told to an incarnation that is gone: another one follows
             case _:
-                self._steered = True
+                self.commits.steered = True
                 self.take(ev.Received(key, body))
 
-    def _take_samples(self, key: str, body: schema.Samples, delivery: Delivery) -> None:
-        lease_id, attempt, count = body.lease_id, body.attempt, len(body.samples)
-        try:
-            check(body, delivery.frames)
-        except BadSamples as error:
-            self.samples["refused"] += count
-            log(f"{self.guests.hellos[key].name}: samples of lease {lease_id} are refused: {error}")
-            self._actions.append(ev.RefuseAttempt(key, lease_id, attempt, str(error)))
-            self.take(ev.Received(key, schema.Return(lease_id, attempt, "task", str(error))))
+    def _take_samples(self, run: list[tuple[str, Delivery]]) -> None:
+        """Samples in the order in which they came: read, check, decide and keep as many as possible at once."""
+        read: list[tuple[str, Delivery, intake.Intake]] = []
+        for key, delivery in run:
+            try:
+                read.append((key, delivery, intake.read(delivery.raw_meta)))
+            except ProtocolError as error:
+                self._refuse(delivery.peer, error)
+        faults = intake.faults([(body, delivery.frames) for _, delivery, body in read])
+        good: list[tuple[str, Delivery, intake.Intake]] = []
+        for entry, fault in zip(read, faults, strict=True):
+            if fault is None:
+                good.append(entry)
+                continue
+            self._keep(good)
+            good = []
+            key, delivery, body = entry
+            if isinstance(fault, BadSamples):
+                self._give_back(key, body, fault)
+            else:
+                self._refuse(delivery.peer, fault)
+        self._keep(good)
+
+    def _give_back(self, key: str, body: intake.Intake, fault: BadSamples) -> None:
+        """Samples that no learner could use: the attempt is refused, and counts against the task."""
+        if key in self.guests.hellos:
+            lease_id, attempt = body.lease_id, body.attempt
+            self.samples["refused"] += len(body.samples)
+            log(f"{self.guests.hellos[key].name}: samples of lease {lease_id} are refused: {fault}")
+            self.commits.turn.actions.append(ev.RefuseAttempt(key, lease_id, attempt, str(fault)))
+            self.take(ev.Received(key, schema.Return(lease_id, attempt, "task", str(fault))))
+
+    def _keep(self, good: list[tuple[str, Delivery, intake.Intake]]) -> None:
+        """Tell the core of good samples and store what it accepts."""
+        if not good:
             return
-        nbytes = delivery.size - len(delivery.raw_meta)
-        verdict = self._take_one(ev.SamplesArrived(key, lease_id, attempt, tuple(body.samples), nbytes))
-        if isinstance(verdict, ev.Store):
-            stored = self.ledger.accept(body, delivery.frames, nbytes)
-            if not isinstance(stored, Accepted):
-                raise AssertionError(f"the ledger does not agree with the core about lease {lease_id}: {stored}")
-            self.samples["accepted"] += count
-        elif isinstance(verdict, ev.RefuseAttempt):
-            self.samples["refused"] += count
-            self._actions.append(verdict)
+        arrivals = [
+            ev.SamplesArrived(key, body.lease_id, body.attempt, body.samples, delivery.size - len(delivery.raw_meta))
+            for key, delivery, body in good
+        ]
+        actions = self.core.on(ev.SamplesBatch(arrivals), time.monotonic())
+        turn, store = self.commits.turn, self.ledger.store
+        accepted = refused = 0
+        for (_, delivery, _), arrival, verdict in zip(good, arrivals, actions, strict=False):
+            if type(verdict) is ev.Store:
+                stored = store(arrival.lease_id, verdict.indices, delivery.raw_meta, delivery.frames, arrival.nbytes)
+                if type(stored) is not Accepted:
+                    raise AssertionError(f"ledger and core do not agree about lease {arrival.lease_id}: {stored}")
+                accepted += len(arrival.samples)
+            elif isinstance(verdict, ev.RefuseAttempt):
+                refused += len(arrival.samples)
+                turn.actions.append(verdict)
+        self.samples["accepted"] += accepted
+        self.samples["refused"] += refused
+        turn.actions += actions[len(good) :]
 
     def left(self, peer: PeerId, reason: str, clean: bool = False) -> None:
         """The peer is gone: `gone` is told, its leases and jobs go out again."""
@@ -220,7 +239,7 @@ class ControlDesk:
 
     # ------------------------------------------------------------ actions
 
-    def _act(self, action: ev.Action) -> None:
+    def _act(self, action: ev.Action, turn: Turn) -> None:
         match action:
             case ev.SendLease(peer, lease):
                 self._send(peer, lease)
@@ -240,7 +259,7 @@ class ControlDesk:
             case ev.CancelJob(worker, job_id):
                 self._send(worker, schema.JobCancel(job_id))
             case ev.ForwardVerdict(requester, done):
-                self._send(requester, done, self._verdicts.get(done.job_id, ()))
+                self._send(requester, done, turn.verdicts.get(done.job_id, ()))
             case ev.FailJob(requester, job_id, reason):
                 verdict = schema.Verdict("infra", detail=reason)
                 self._send(requester, schema.JobDone(job_id, "infra"), pack_frames(verdict))
@@ -264,7 +283,7 @@ class ControlDesk:
             return  # given up in the same turn
         lineage = self.core.lineage or 0
         try:
-            body, frames = build_group(record, self.ledger.read(group_id), lineage, void)
+            body, frames = build_group(record, self.ledger.messages(group_id), lineage, void)
             self._send(key, body, frames)
         except Unsendable as error:
             log(f"group {group_id} fits no message: {error}")
@@ -274,8 +293,7 @@ class ControlDesk:
                 self.take(ev.Unsendable(group_id))
                 self.settle_soon()
         except TemperError as error:
-            self._is_broken = True
-            self._break(error)
+            self.commits.fail(error)
 
     def _fail(self, reason: str, exit_code: int) -> None:
         """The learner ends the run; without one, or if it does not answer, the broker does."""

@@ -27,6 +27,7 @@ from temper.broker.events import (
     Received,
     RefusePeer,
     SamplesArrived,
+    SamplesBatch,
     Tick,
     Unsendable,
 )
@@ -80,10 +81,10 @@ class BrokerCore(RunState):
     def on(self, event: Event, now: float) -> list[Action]:
         """Take one event at time `now` (seconds, monotonic); returns what has to be done, in order."""
         actions = self._take(event, now)
-        if isinstance(event, SamplesArrived):
-            lease = self.leases.leases.get(event.lease_id)
-            if lease is not None and lease.out:
-                return actions  # one part of a group: nobody's turn comes of it
+        if isinstance(event, SamplesArrived | SamplesBatch) and not self._attempts.ended:
+            return actions  # parts of groups: nobody's turn comes of them
+        if isinstance(event, Received) and isinstance(event.body, schema.Touch):
+            return actions
         actions += self._learning.deliver()
         actions += self._issuing.issue(now)
         if self.jobs.jobs:
@@ -93,7 +94,9 @@ class BrokerCore(RunState):
     def _take(self, event: Event, now: float) -> list[Action]:
         match event:
             case SamplesArrived():
-                return self._attempts.samples(event)
+                return self._attempts.batch((event,))
+            case SamplesBatch(arrivals):
+                return self._attempts.batch(arrivals)
             case Received():
                 return self._received(event, now)
             case Joined():

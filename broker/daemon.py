@@ -32,6 +32,7 @@ from temper.common.schema import Hello, Refused, Welcome
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
+CLOSE_S = 30.0
 ADDRESS_FILE = "broker.addr"
 EXIT_ERRORS: dict[int, type[TemperError]] = {1: TemperError, 2: RunFailed, 3: PeerLost}
 
@@ -111,6 +112,7 @@ class Broker(Daemon):
             self._on_control_closed,
             welcome=self._welcome,
             keys=self.keys,
+            lazy=frozenset({schema.Samples.KIND}),
             silence_s=SILENCE_S,
         )
         self.bulk.router = Router(
@@ -142,6 +144,7 @@ class Broker(Daemon):
         if not self._serving:
             return
         self._serving = False
+        await self.wait_for("the disk: the last transaction", self.control.settled(), CLOSE_S)
         self.control.router.close()
         self.bulk.router.close()
         self.control.close()

@@ -6,8 +6,10 @@ changes to the ledger, and then carries the actions out, in order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 from temper.common.schema import Body, JobDone, Lease, Role, SampleMeta
 
 PeerKey = str
@@ -64,15 +66,21 @@ class Received:
     nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SamplesArrived:
-    """Validated samples; `nbytes` is what their arrays take."""
+class SamplesArrived(msgspec.Struct, frozen=True, gc=False):
+    """Validated samples of one message; `nbytes` is what their arrays take."""
 
     peer: PeerKey
     lease_id: int
     attempt: int
-    samples: tuple[SampleMeta, ...]
+    samples: Sequence[SampleMeta]
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesBatch:
+    """Several of them, one after another. The first actions are what becomes of each, in order; then come the others."""
+
+    arrivals: Sequence[SamplesArrived]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,7 @@ class Tick:
     """Time has passed: deadlines are looked at."""
 
 
-Event = Joined | Left | Availability | Closing | Received | SamplesArrived | Unsendable | Tick
+Event = Joined | Left | Availability | Closing | Received | SamplesArrived | SamplesBatch | Unsendable | Tick
 
 # ---------------------------------------------------------------- actions
 
@@ -100,16 +108,14 @@ class SendLease:
     lease: Lease
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(msgspec.Struct, frozen=True, gc=False):
     """The samples just handed in are accepted: write them to the ledger, then acknowledge."""
 
     lease_id: int
     indices: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Ignore:
+class Ignore(msgspec.Struct, frozen=True, gc=False):
     """The samples just handed in are already there (a repeated message): acknowledge only."""
 
     lease_id: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,13 +36,17 @@ class GroupRecord:
     right: int = 0
     wrong: int = 0
 
-    def add(self, samples: tuple[SampleMeta, ...], nbytes: int) -> None:
+    def add(self, samples: Sequence[SampleMeta], nbytes: int) -> None:
         """Count accepted samples in."""
         self.nbytes += nbytes
-        self.samples += len(samples)
-        self.scored += sum(sample.reward is not None for sample in samples)
-        self.right += sum(sample.correct is True for sample in samples)
-        self.wrong += sum(sample.correct is False for sample in samples)
+        for sample in samples:
+            self.samples += 1
+            if sample.reward is not None:
+                self.scored += 1
+            if sample.correct is True:
+                self.right += 1
+            elif sample.correct is False:
+                self.wrong += 1
 
     @property
     def contrast(self) -> bool:
@@ -74,7 +79,7 @@ class GroupBook:
         """Active groups of the lane with a lower id."""
         return bisect_left(self.active[lane], group_id)
 
-    def add(self, group_id: int, samples: tuple[SampleMeta, ...], nbytes: int) -> None:
+    def add(self, group_id: int, samples: Sequence[SampleMeta], nbytes: int) -> None:
         """Samples of the group were accepted."""
         record = self.groups[group_id]
         record.add(samples, nbytes)

@@ -113,11 +113,6 @@ class LeaseBook:
         self._end_attempt(record, how)
         insort(self.waiting[record.lane], record.lease_id)
 
-    def accept(self, record: LeaseRecord, indices: tuple[int, ...]) -> None:
-        """Samples of the attempt that is out are there."""
-        record.have.update(indices)
-        self.dirty[record.lease_id] = record
-
     def close(self, record: LeaseRecord, state: LeaseState) -> None:
         """The lease is in flight no more."""
         if record.out:

@@ -1,8 +1,9 @@
 """The ledger: what was leased, accepted, trained and given up, durable before anybody is told.
 
-SQLite (WAL, synchronous=FULL) holds leases, attempts, groups, sample indices and the core's state; the samples' arrays
-lie in segment files, synced before the transaction that names them. `accept` and `record` collect, `commit` makes one
-transaction of it all: the daemon acknowledges and acts only after it. So after kill -9 or a power cut everything
+SQLite (WAL, synchronous=FULL) holds leases, attempts, groups, sample indices and the core's state; the samples themselves
+lie in segment files, synced before the transaction that names them. `store` and `record` collect; `begin` makes one
+transaction of it all, up to its COMMIT; `Transaction.write`, which waits for the disk and may run in another thread, ends it;
+`finish` takes note. The daemon acknowledges and acts only after that. So after kill -9 or a power cut everything
 acknowledged is there, and nothing is there in part. With ``durability = "memory"`` nothing is synced and the books are
 written about once a second: a crash may cost the last second, a clean end costs nothing.
 
@@ -15,38 +16,37 @@ import errno
 import json
 import secrets
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from temper.broker import rows
 from temper.broker.core import Changes
 from temper.broker.groups import GroupRecord
 from temper.broker.leases import LeaseRecord
-from temper.broker.payloads import Key, Part, Payload, PayloadStore
-from temper.broker.segments import Ref
+from temper.broker.payloads import PayloadStore, Run
+from temper.broker.segments import Message, Ref, SegmentLog
 from temper.common.errors import ConfigError, EnvironmentFault
-from temper.common.schema import SamplePart, Samples
+from temper.common.schema import Samples
+from temper.common.wire import nbytes, pack_meta, unpack_meta
 
 CACHE_BYTES = 256 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The samples will be durable with the next `commit`. `part` counts the messages of their lease."""
+class Accepted(msgspec.Struct, frozen=True, gc=False):
+    """The samples will be durable with the next transaction. `part` counts the messages of their lease."""
 
     part: int
 
 
-@dataclass(frozen=True, slots=True)
-class Duplicate:
+class Duplicate(msgspec.Struct, frozen=True, gc=False):
     """They are there already."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True, gc=False):
     """They cannot be taken."""
 
     reason: str
@@ -60,6 +60,15 @@ class Restored:
     leases: list[LeaseRecord]
     groups: list[GroupRecord]
     letters: list[dict[str, Any]]  # dead letters, the oldest first
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """Begun, not yet on disk. `write` ends it; nobody may use the ledger's database until it returns."""
+
+    runs: list[Run]
+    unneeded: list[Ref]
+    write: Callable[[], None]
 
 
 class Ledger:
@@ -78,48 +87,48 @@ class Ledger:
         ConfigError if it belongs to another run; EnvironmentFault if the disk does not serve."""
         self.folder = folder
         self.durable = durability == "full"
-        self._written: list[tuple[Key, Part]] = []
-        self._indices: list[tuple[int, int, int]] = []
         self._released: list[int] = []
+        self._spilled: list[Run] = []  # in memory mode: on disk, not in the books yet
         self._leases: dict[int, LeaseRecord] = {}
         self._groups: dict[int, GroupRecord] = {}
         self._ended: list[tuple[int, int, str, str]] = []
         self._state: dict[str, Any] | None = None
         with self._disk():
             folder.mkdir(parents=True, exist_ok=True)
-            self.payloads = PayloadStore(folder / "segments", sync=self.durable, cache_bytes=cache_bytes)
-            self._db = sqlite3.connect(folder / "ledger.sqlite", isolation_level=None, timeout=10.0)
+            self.segments = SegmentLog(folder / "segments", sync=self.durable)
+            self.payloads = PayloadStore(self.segments, cache_bytes=cache_bytes)
+            path = folder / "ledger.sqlite"
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=10.0, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute(f"PRAGMA synchronous={'FULL' if self.durable else 'OFF'}")
+            self._check_format()
             self._db.executescript(rows.TABLES)
             self.run_id = self._check_run(run_id)
-            found = self._db.execute(
-                "SELECT lease_id, indices, segment, offset, length FROM parts ORDER BY lease_id, part"
-            )
-            self.payloads.adopt((row[0], tuple(json.loads(row[1])), Ref(*row[2:])) for row in found)
+            self.payloads.adopt(map(rows.parts_of, self._db.execute(rows.KEPT_PARTS)))
 
     # ------------------------------------------------------------ taking in
 
-    def accept(
-        self, samples: Samples, frames: Sequence[Any], nbytes: int | None = None
+    def accept(self, samples: Samples, frames: Sequence[Any]) -> Accepted | Duplicate | Refused:
+        """`store` of a typed message."""
+        indices = tuple(sample.index for sample in samples.samples)
+        return self.store(samples.lease_id, indices, pack_meta(samples), frames, sum(map(nbytes, frames)))
+
+    def store(
+        self, lease_id: int, indices: tuple[int, ...], meta: bytes, frames: Sequence[Any], size: int
     ) -> Accepted | Duplicate | Refused:
-        """Take validated samples; durable with the next `commit`, readable at once. `nbytes` of the frames, if known."""
-        lease_id = samples.lease_id
-        indices = tuple([sample.index for sample in samples.samples])
-        have = self.payloads.have.get(lease_id)
-        if have is not None and not have.isdisjoint(indices):
-            if have.issuperset(indices):
+        """Take a validated Samples message as it came, its frames `size` bytes; durable with the next transaction, readable
+        at once."""
+        shelf = self.payloads.shelves.get(lease_id)
+        if shelf is not None and not shelf.have.isdisjoint(indices):
+            if shelf.have.issuperset(indices):
                 return Duplicate()
-            return Refused(f"samples {list(indices)} of lease {lease_id}: {sorted(have)} are there already")
+            return Refused(f"samples {list(indices)} of lease {lease_id}: {sorted(shelf.have)} are there already")
         if len(indices) > 1 and len(set(indices)) != len(indices):
             return Refused(f"samples {list(indices)} of lease {lease_id}: an index appears twice")
-        part = SamplePart(samples.samples, samples.arrays)
-        number = self.payloads.add(lease_id, part, indices, frames, nbytes)
-        self._indices += [(lease_id, index, number) for index in indices]
-        return Accepted(number)
+        return Accepted(self.payloads.add(lease_id, indices, meta, frames, size))
 
     def record(self, changes: Changes) -> None:
-        """Take the core's changes; durable with the next `commit`."""
+        """Take the core's changes; durable with the next transaction."""
         for lease in changes.leases:
             self._leases[lease.lease_id] = lease
         for group in changes.groups:
@@ -131,21 +140,55 @@ class Ledger:
         """The payloads of these groups are not needed any more, whatever happens."""
         self._released += [group_id for group_id in group_ids if self.payloads.release(group_id)]
 
-    def commit(self, force: bool = True) -> None:
-        """Make everything taken in durable, as one transaction.
-
-        In memory mode only `force` writes the books; without it, payloads beyond the cache go to disk.
-        """
-        everything = self.durable or force
+    def begin(self) -> Transaction | None:
+        """Everything taken in, as a transaction that lacks only its COMMIT; None if there is nothing. One at a time."""
         with self._disk():
-            self._written += self.payloads.write(everything)
-            if everything:
-                self._write_books()
-                self.payloads.sweep()
-        self.payloads.trim()
+            runs = self.payloads.place(everything=True)
+            dropped, self.payloads.dropped = self.payloads.dropped, []
+            if self._state is None and not (runs or dropped or self._spilled or self._released):
+                return None
+            self._begin_books(runs, dropped)
+        unneeded, chunks = self.payloads.unneeded(), self.segments.take()
 
-    def read(self, group_id: int) -> list[Payload]:
-        """The accepted parts of a group in order of arrival: their metas and array frames."""
+        def write() -> None:
+            with self._disk():
+                try:
+                    self.segments.write(chunks)
+                    self._db.execute("COMMIT")
+                except BaseException:
+                    self._roll_back()
+                    raise
+
+        return Transaction(runs, unneeded, write)
+
+    def finish(self, transaction: Transaction) -> None:
+        """The transaction is on disk."""
+        with self._disk():
+            self.payloads.written(transaction.runs)
+            self.segments.release(transaction.unneeded)
+
+    def commit(self, force: bool = True) -> None:
+        """`begin`, `write` and `finish`, here and now. In memory mode only `force` writes the books; without it, payloads
+        beyond the cache go to disk."""
+        if self.durable or force:
+            transaction = self.begin()
+            if transaction is not None:
+                transaction.write()
+                self.finish(transaction)
+            return
+        runs = self.payloads.place(everything=False)
+        if runs:
+            with self._disk():
+                self.segments.flush()
+            self._spilled += runs
+            self.payloads.written(runs)
+
+    def read(self, group_id: int) -> list[tuple[Samples, Sequence[Any]]]:
+        """The accepted messages of a group in order of arrival."""
+        return [(unpack_meta(meta, Samples), frames) for meta, frames in self.messages(group_id)]
+
+    def messages(self, group_id: int) -> list[Message]:
+        """`read`, with the metas still encoded."""
         with self._disk():
             return self.payloads.read(group_id)
 
@@ -153,7 +196,7 @@ class Ledger:
         """Commit and close."""
         self.commit()
         with self._disk():
-            self.payloads.segments.close()
+            self.segments.close()
             self._db.close()
 
     # ------------------------------------------------------------ coming back
@@ -169,7 +212,8 @@ class Ledger:
         leases = []
         for values in self._db.execute(rows.LIVE_LEASES, (oldest,)):
             lease = rows.lease_of(values)
-            lease.have = set(self.payloads.have.get(lease.lease_id, ()))
+            shelf = self.payloads.shelves.get(lease.lease_id)
+            lease.have = set(shelf.have) if shelf is not None else set()
             leases.append(lease)
         letters = [rows.letter_of(values) for values in self._db.execute(rows.DEAD_LETTERS)]
         return Restored(state, leases, list(groups.values()), letters[::-1])
@@ -188,28 +232,39 @@ class Ledger:
 
     # ------------------------------------------------------------ writing
 
-    def _write_books(self) -> None:
-        if self._state is None and not (self._written or self._indices or self._released):
-            return
+    def _begin_books(self, runs: list[Run], dropped: list[tuple[int, int, list[tuple[int, ...]]]]) -> None:
         db = self._db
         db.execute("BEGIN IMMEDIATE")
         try:
-            db.executemany(rows.INSERT_SAMPLE, self._indices)
-            db.executemany(rows.INSERT_PART, [rows.part_row(*part) for part in self._written])
+            db.executemany(rows.INSERT_PARTS, [rows.parts_row(run) for run in (*self._spilled, *runs)])
+            db.executemany(rows.INSERT_PARTS, [(i, n, json.dumps(x), None, None, None) for i, n, x in dropped])
             db.executemany(rows.UPSERT_LEASE, [rows.lease_row(lease) for lease in self._leases.values()])
             out = [(r.lease_id, r.attempt, r.peer, "out") for r in self._leases.values() if r.out]
             db.executemany(rows.UPSERT_ATTEMPT, [*self._ended, *out])
             db.executemany(rows.UPSERT_GROUP, [rows.group_row(group) for group in self._groups.values()])
-            db.executemany(rows.DELETE_PARTS, [(group_id,) for group_id in self._released])
+            db.executemany(rows.RELEASE_PARTS, [(group_id,) for group_id in self._released])
             if self._state is not None:
                 db.execute(rows.UPSERT_META, ("state", json.dumps(self._state)))
-            db.execute("COMMIT")
         except BaseException:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
+            self._roll_back()
             raise
-        self._written, self._indices, self._released, self._ended, self._state = [], [], [], [], None
+        self._spilled, self._released, self._ended, self._state = [], [], [], None
         self._leases, self._groups = {}, {}
+
+    def _roll_back(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+
+    def _check_format(self) -> None:
+        (tables,) = self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        (found,) = self._db.execute("PRAGMA user_version").fetchone()
+        if tables and found != rows.FORMAT:
+            raise ConfigError(
+                f"{self.folder} holds a ledger of format {found or 1}, this version writes format {rows.FORMAT}: finish that run "
+                "with the version that began it, or choose another --run folder"
+            )
+        if not tables:
+            self._db.execute(f"PRAGMA user_version = {rows.FORMAT}")
 
     @contextmanager
     def _disk(self) -> Iterator[None]:

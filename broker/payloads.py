@@ -1,131 +1,152 @@
-"""The arrays of accepted samples: in memory while there is room, in segment files always or beyond it.
+"""The accepted samples themselves: in memory while there is room, in segment files always or beyond it.
 
-Memory is bounded by bytes: the newest parts stay cached, older ones are read back from their segments when their group
-goes to the learner. Called by `Ledger` only.
+What came is kept as it came: each message's encoded meta and its array frames, lease by lease. Memory is bounded by bytes: the
+newest leases stay cached, older ones are read back from their segments when their group goes to the learner. Called by
+`Ledger` only, on the event loop; the one thing that happens elsewhere is `SegmentLog.write`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from temper.broker.segments import Ref, SegmentLog
-from temper.common.schema import SamplePart
-from temper.common.wire import pack_meta, unpack_meta
+import msgspec
+from temper.broker.segments import Message, Ref, SegmentLog
 
-Payload = tuple[SamplePart, Sequence[Any]]
-Key = tuple[int, int]  # lease, number of the part
+Indices = tuple[int, ...]
 
 
-@dataclass(slots=True)
-class Part:
-    """The samples of one accepted message; `ref` None until they lie in a segment."""
+class Shelf(msgspec.Struct, gc=False):
+    """What is there of one lease, part by part (a part is one accepted message).
 
-    indices: tuple[int, ...]
-    nbytes: int
-    ref: Ref | None = None
+    `messages` are None once only a segment holds them. `queued` parts have a place in `refs`, `written` ones lie there.
+    """
+
+    lease_id: int
+    indices: list[Indices]
+    have: set[int]
+    messages: list[Message | None]
+    refs: list[Ref]
+    nbytes: int = 0  # of what is cached
+    queued: int = 0
+    written: int = 0
+
+
+class Run(msgspec.Struct, frozen=True, gc=False):
+    """Parts of one lease in one record, from number `first` on: a row of the ledger's table `parts`."""
+
+    lease_id: int
+    first: int
+    indices: list[Indices]
+    ref: Ref
 
 
 class PayloadStore:
     """All payloads that may still be needed."""
 
-    def __init__(self, folder: Path, *, sync: bool, cache_bytes: int) -> None:
-        self.segments = SegmentLog(folder, sync=sync)
+    def __init__(self, segments: SegmentLog, *, cache_bytes: int) -> None:
+        self.segments = segments
         self.cache_bytes = cache_bytes
         self.cached_bytes = 0
-        self.parts: dict[int, list[Part]] = {}
-        self.have: dict[int, set[int]] = {}  # sample indices that are here, by lease
-        self._cache: OrderedDict[Key, Payload] = OrderedDict()
-        self._unwritten: OrderedDict[Key, Part] = OrderedDict()
+        self.shelves: dict[int, Shelf] = {}
+        self._cached: dict[int, Shelf] = {}  # those with messages in memory, the oldest first
+        self._unwritten: dict[int, Shelf] = {}  # those with parts that have no place yet
         self._unneeded: list[Ref] = []
+        self.dropped: list[
+            tuple[int, int, list[Indices]]
+        ] = []  # released before they had a place: (lease, first, indices)
 
-    def adopt(self, rows: Iterable[tuple[int, tuple[int, ...], Ref]]) -> None:
-        """At start: (lease, indices, place) of every part that the ledger names, in order."""
-        for lease_id, indices, ref in rows:
-            self.parts.setdefault(lease_id, []).append(Part(indices, ref.length, ref))
-            self.have.setdefault(lease_id, set()).update(indices)
-        self.segments.adopt(part.ref for parts in self.parts.values() for part in parts if part.ref is not None)
+    def adopt(self, runs: Iterable[Run]) -> None:
+        """At start: everything that the ledger names, in order."""
+        for run in runs:
+            shelf = self.shelves.get(run.lease_id)
+            if shelf is None:
+                shelf = self.shelves[run.lease_id] = Shelf(run.lease_id, [], set(), [], [])
+            shelf.indices += run.indices
+            shelf.have.update(*run.indices)
+            shelf.messages += [None] * len(run.indices)
+            shelf.refs.append(run.ref)
+            shelf.queued = shelf.written = len(shelf.indices)
+        self.segments.adopt(ref for shelf in self.shelves.values() for ref in shelf.refs)
 
-    def add(
-        self,
-        lease_id: int,
-        part: SamplePart,
-        indices: tuple[int, ...],
-        frames: Sequence[Any],
-        nbytes: int | None = None,
-    ) -> int:
-        """Keep one message's samples; returns the number of the part. `nbytes` of the frames, if known."""
-        parts = self.parts.get(lease_id)
-        if parts is None:
-            parts, self.have[lease_id] = self.parts.setdefault(lease_id, []), set()
-        self.have[lease_id].update(indices)
-        key = (lease_id, len(parts))
-        kept = Part(indices, _nbytes(frames) if nbytes is None else nbytes)
-        parts.append(kept)
-        self._cache[key] = (part, frames)
-        self._unwritten[key] = kept
-        self.cached_bytes += kept.nbytes
-        return key[1]
+    def add(self, lease_id: int, indices: Indices, meta: bytes, frames: Sequence[Any], nbytes: int) -> int:
+        """Keep one message's samples, `nbytes` of frames; returns the number of the part."""
+        shelf = self.shelves.get(lease_id)
+        if shelf is None:
+            shelf = self.shelves[lease_id] = Shelf(lease_id, [], set(), [], [])
+        shelf.indices.append(indices)
+        shelf.have.update(indices)
+        shelf.messages.append((meta, frames))
+        shelf.nbytes += nbytes
+        self.cached_bytes += nbytes
+        self._cached[lease_id] = self._unwritten[lease_id] = shelf
+        return len(shelf.indices) - 1
 
-    def write(self, everything: bool) -> list[tuple[Key, Part]]:
-        """Write what is only in memory to the segments: all of it, or what the cache has no room for.
+    def place(self, everything: bool) -> list[Run]:
+        """Queue unwritten parts for their segments: all, or the oldest leases that the cache has no room for."""
+        runs = []
+        excess = self.cached_bytes - self.cache_bytes
+        for lease_id in list(self._unwritten):
+            if not everything and excess <= 0:
+                break
+            shelf = self._unwritten.pop(lease_id)
+            excess -= shelf.nbytes
+            first = shelf.queued
+            messages = [message for message in shelf.messages[first:] if message is not None]
+            ref = self.segments.append(lease_id, messages)
+            shelf.refs.append(ref)
+            shelf.queued = len(shelf.indices)
+            runs.append(Run(lease_id, first, shelf.indices[first:], ref))
+        return runs
 
-        Returns the parts written; they are on disk if the log syncs.
-        """
-        written = []
-        while self._unwritten and (everything or self.cached_bytes > self.cache_bytes):
-            key, part = self._unwritten.popitem(last=False)
-            meta, frames = self._cache[key]
-            part.ref = self.segments.append(key[0], pack_meta(meta), frames)
-            written.append((key, part))
-            if not everything:
-                del self._cache[key]
-                self.cached_bytes -= part.nbytes
-        self.segments.flush()
-        return written
+    def written(self, runs: Iterable[Run]) -> None:
+        """What these runs name can be read back now."""
+        for run in runs:
+            shelf = self.shelves.get(run.lease_id)
+            if shelf is not None:
+                shelf.written = run.first + len(run.indices)
+        self._trim()
 
-    def trim(self) -> None:
-        """Let go of the oldest cached parts that can be read back."""
-        for key in list(self._cache) if self.cached_bytes > self.cache_bytes else ():
+    def _trim(self) -> None:
+        """Let go of the oldest cached leases that can be read back."""
+        if self.cached_bytes <= self.cache_bytes:
+            return
+        for lease_id, shelf in list(self._cached.items()):
             if self.cached_bytes <= self.cache_bytes:
                 return
-            if key not in self._unwritten:
-                del self._cache[key]
-                self.cached_bytes -= self.parts[key[0]][key[1]].nbytes
+            if shelf.written == len(shelf.messages):
+                del self._cached[lease_id]
+                shelf.messages = [None] * len(shelf.messages)
+                self.cached_bytes -= shelf.nbytes
+                shelf.nbytes = 0
 
-    def read(self, lease_id: int) -> list[Payload]:
-        """The parts of a group in order of arrival: their metas and array frames."""
-        found: list[Payload] = []
-        for number, part in enumerate(self.parts.get(lease_id, ())):
-            payload = self._cache.get((lease_id, number))
-            if payload is None:
-                assert part.ref is not None
-                _, meta, frames = self.segments.read(part.ref)
-                payload = (unpack_meta(meta, SamplePart), frames)
-            found.append(payload)
-        return found
+    def read(self, lease_id: int) -> list[Message]:
+        """The parts of a group in order of arrival: their encoded metas and array frames."""
+        shelf = self.shelves.get(lease_id)
+        if shelf is None:
+            return []
+        if lease_id in self._cached and None not in shelf.messages:
+            return [message for message in shelf.messages if message is not None]
+        found: list[Message] = []
+        evicted, refs = shelf.messages.count(None), iter(shelf.refs)
+        while len(found) < evicted:
+            found += self.segments.read(next(refs))[1]
+        return found + [message for message in shelf.messages[len(found) :] if message is not None]
 
     def release(self, lease_id: int) -> bool:
         """These samples are not needed any more; False if there are none."""
-        parts = self.parts.pop(lease_id, None)
-        self.have.pop(lease_id, None)
-        for number, part in enumerate(parts or ()):
-            key = (lease_id, number)
-            self._unwritten.pop(key, None)
-            if self._cache.pop(key, None) is not None:
-                self.cached_bytes -= part.nbytes
-            if part.ref is not None:
-                self._unneeded.append(part.ref)
-        return parts is not None
+        shelf = self.shelves.pop(lease_id, None)
+        if shelf is None:
+            return False
+        if self._unwritten.pop(lease_id, None) is not None:
+            self.dropped.append((lease_id, shelf.queued, shelf.indices[shelf.queued :]))
+        if self._cached.pop(lease_id, None) is not None:
+            self.cached_bytes -= shelf.nbytes
+        self._unneeded += shelf.refs
+        return True
 
-    def sweep(self) -> None:
-        """Remove segments that nothing needs: call when the transaction that no longer names them is durable."""
-        self.segments.release(self._unneeded)
-        self._unneeded = []
-
-
-def _nbytes(frames: Sequence[Any]) -> int:
-    return sum(memoryview(frame).nbytes for frame in frames)
+    def unneeded(self) -> list[Ref]:
+        """Places that nothing needs any more since the last call: to be released when the transaction that no longer
+        names them is durable."""
+        refs, self._unneeded = self._unneeded, []
+        return refs

@@ -1,4 +1,8 @@
-"""The ledger's tables, and records to rows and back. Called by `Ledger`; tests and tools may read the tables."""
+"""The ledger's tables, and records to rows and back. Called by `Ledger`; tests and tools may read the tables.
+
+`parts` has a row for the messages of a lease that came within one transaction, from number `part` on; its place is NULL
+once nothing can need them again, the sample indices stay. `samples` shows it sample by sample.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ from typing import Any
 
 from temper.broker.groups import GroupRecord
 from temper.broker.leases import LeaseRecord, dead_letter
-from temper.broker.payloads import Key, Part
+from temper.broker.payloads import Run
+from temper.broker.segments import Ref
 
+FORMAT = 2  # PRAGMA user_version
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS leases (
@@ -24,17 +30,18 @@ CREATE TABLE IF NOT EXISTS groups (
     group_id INTEGER PRIMARY KEY, lane TEXT NOT NULL, domain TEXT NOT NULL, state TEXT NOT NULL, version INTEGER,
     reason TEXT NOT NULL, place INTEGER NOT NULL, bytes INTEGER NOT NULL, samples INTEGER NOT NULL,
     scored INTEGER NOT NULL, right INTEGER NOT NULL, wrong INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS samples (
-    lease_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, part INTEGER NOT NULL,
-    PRIMARY KEY (lease_id, sample_index)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS parts (
-    lease_id INTEGER NOT NULL, part INTEGER NOT NULL, indices TEXT NOT NULL, segment INTEGER NOT NULL,
-    offset INTEGER NOT NULL, length INTEGER NOT NULL, PRIMARY KEY (lease_id, part)) WITHOUT ROWID;
+    lease_id INTEGER NOT NULL, part INTEGER NOT NULL, indices TEXT NOT NULL, segment INTEGER, offset INTEGER,
+    length INTEGER, PRIMARY KEY (lease_id, part)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS kept_parts ON parts (lease_id) WHERE segment IS NOT NULL;
+CREATE VIEW IF NOT EXISTS samples AS
+    SELECT lease_id, sample.value AS sample_index, part + message.key AS part
+    FROM parts, json_each(parts.indices) AS message, json_each(message.value) AS sample;
 """
 
-INSERT_SAMPLE = "INSERT INTO samples VALUES (?, ?, ?)"
-INSERT_PART = "INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?)"
-DELETE_PARTS = "DELETE FROM parts WHERE lease_id = ?"
+INSERT_PARTS = "INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?)"
+RELEASE_PARTS = "UPDATE parts SET segment = NULL, offset = NULL, length = NULL WHERE lease_id = ?"
+KEPT_PARTS = "SELECT * FROM parts WHERE segment IS NOT NULL ORDER BY lease_id, part"
 UPSERT_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 UPSERT_ATTEMPT = "INSERT OR REPLACE INTO attempts VALUES (?, ?, ?, ?)"
 UPSERT_LEASE = f"INSERT OR REPLACE INTO leases VALUES ({', '.join('?' * 18)})"
@@ -45,10 +52,14 @@ DEAD_LETTERS = "SELECT * FROM leases WHERE state = 'quarantined' OR filled != '[
 UPSERT_GROUP = f"INSERT OR REPLACE INTO groups VALUES ({', '.join('?' * 12)})"
 
 
-def part_row(key: Key, part: Part) -> tuple[Any, ...]:
-    """A row of `parts`; the part must have been written."""
-    assert part.ref is not None
-    return (*key, json.dumps(part.indices), *part.ref)
+def parts_row(run: Run) -> tuple[Any, ...]:
+    """A row of `parts`: some messages of a lease, the sample indices of each, and the record that holds them."""
+    return (run.lease_id, run.first, json.dumps(run.indices), *run.ref)
+
+
+def parts_of(row: tuple[Any, ...]) -> Run:
+    """The inverse of `parts_row`."""
+    return Run(row[0], row[1], [tuple(indices) for indices in json.loads(row[2])], Ref(*row[3:]))
 
 
 def lease_row(r: LeaseRecord) -> tuple[Any, ...]:

@@ -1,11 +1,12 @@
 """Append-only segment files for the payloads of accepted samples.
 
-Records are appended in batches and synced once a batch, *before* the transaction that refers to them: what the ledger
-names is on disk, and a torn tail is never named. A new process always begins a new segment and removes files that
-nothing refers to. A segment is deleted when its last record is released. Called by `Ledger` only.
+A record holds the messages of one lease that one transaction names. Records are queued on the event loop (`append`; their
+place is known at once), and written and synced once a batch, in any one thread (`write`), *before* the transaction that
+refers to them: what the ledger names is on disk, and a torn tail is never named. A new process always begins a new segment
+and removes files that nothing refers to. A segment is deleted when its last record is released. Called by `Ledger` only.
 
-Record: ``<4s crc32:u32 lease:u64 meta:u32 frames:u32>`` ``frame lengths:u64[frames]`` ``meta`` ``frames``; the checksum
-covers everything after itself.
+Record: ``<4s crc32:u32 lease:u64 parts:u32>`` ``(meta bytes:u32, frames:u32)[parts]`` ``frame bytes:u64[all frames]`` and, part
+by part, ``meta`` ``frames``; the checksum covers everything after itself.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from temper.common.errors import EnvironmentFault
+from temper.common.wire import nbytes
 
 MAGIC = b"TSEG"
 SEGMENT_BYTES = 64 * 1024 * 1024
+JOIN_BYTES = 64 * 1024  # a record up to here is one buffer: copying it is cheaper than handing out its pieces
 _PREFIX = struct.Struct("<4sI")
-_HEAD = struct.Struct("<QII")
+_HEAD = struct.Struct("<QI")
 _VECTORS = 512  # buffers in one writev; Linux takes 1024
+
+Message = tuple[bytes, Sequence[Any]]  # a part: the meta as it came, its frames
 
 
 class Ref(NamedTuple):
@@ -34,6 +39,9 @@ class Ref(NamedTuple):
     segment: int
     offset: int
     length: int
+
+
+Chunk = tuple[int, list[Any]]  # segment, buffers to append to it
 
 
 class SegmentLog:
@@ -47,10 +55,11 @@ class SegmentLog:
         self.written_bytes = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._current = max(self._files(), default=0)
-        self._file = -1
-        self._size = 0
-        self._pending: list[Any] = []
+        self._size = segment_bytes  # the first record begins a segment of its own
+        self._queue: list[Chunk] = []
         self._readers: dict[int, int] = {}
+        self._file = -1  # the writing thread's: the open segment
+        self._open = 0
 
     def adopt(self, refs: Iterable[Ref]) -> None:
         """At start: the records that the ledger names; files without any are removed."""
@@ -59,33 +68,57 @@ class SegmentLog:
             if not self.live[segment]:
                 self._path(segment).unlink()
 
-    def append(self, lease_id: int, meta: bytes, frames: Sequence[Any]) -> Ref:
-        """Queue a record for the next `flush`; its place is known at once."""
-        if self._file < 0 or self._size >= self.segment_bytes:
-            self._roll()
-        lengths = [len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames]
-        head = _HEAD.pack(lease_id, len(meta), len(lengths)) + struct.pack(f"<{len(lengths)}Q", *lengths) + meta
-        checksum = zlib.crc32(head)
-        for frame in frames:
-            checksum = zlib.crc32(frame, checksum)
-        parts: list[Any] = [_PREFIX.pack(MAGIC, checksum) + head, *frames]
-        length = _PREFIX.size + len(head) + sum(lengths)
-        ref = Ref(self._current, self._size, length)
-        self._pending += parts
-        self._size += length
+    def append(self, lease_id: int, parts: Sequence[Message]) -> Ref:
+        """Queue a record for the next `take`."""
+        if self._size >= self.segment_bytes:
+            self._current += 1
+            self._size = 0
+        counts: list[int] = []
+        lengths: list[int] = []
+        buffers: list[Any] = []
+        for meta, frames in parts:
+            counts += (len(meta), len(frames))
+            buffers.append(meta)
+            for frame in frames:
+                lengths.append(len(frame) if type(frame) is bytes else nbytes(frame))
+            buffers += frames
+        head = _HEAD.pack(lease_id, len(parts)) + struct.pack(f"<{len(counts)}I{len(lengths)}Q", *counts, *lengths)
+        size = len(head) + sum(counts[::2]) + sum(lengths)
+        if size <= JOIN_BYTES:
+            buffers = [b"".join([head, *buffers])]
+        else:
+            buffers.insert(0, head)
+        checksum = 0
+        for buffer in buffers:
+            checksum = zlib.crc32(buffer, checksum)
+        ref = Ref(self._current, self._size, _PREFIX.size + size)
+        self._queue.append((self._current, [_PREFIX.pack(MAGIC, checksum), *buffers]))
+        self._size += ref.length
         self.live[ref.segment] += 1
         return ref
 
-    def flush(self) -> None:
-        """Write what was appended and, if this log syncs, wait until it is on disk."""
-        if not self._pending:
-            return
-        self._write()
-        if self.sync:
-            os.fdatasync(self._file)
+    def take(self) -> list[Chunk]:
+        """What was appended since the last call, to be handed to `write` in this order."""
+        queue, self._queue = self._queue, []
+        return queue
 
-    def read(self, ref: Ref) -> tuple[int, bytes, list[memoryview]]:
-        """(lease id, meta, frames) of a flushed record; EnvironmentFault if the file does not hold it."""
+    def write(self, chunks: Sequence[Chunk]) -> None:
+        """Write what `take` gave and, if this log syncs, wait until it is on disk. One caller at a time, in any thread."""
+        pending: list[Any] = []
+        for segment, buffers in chunks:
+            if segment != self._open:
+                self._flush(pending)
+                pending = []
+                self._roll(segment)
+            pending += buffers
+        self._flush(pending)
+
+    def flush(self) -> None:
+        """`write` what is queued, here and now."""
+        self.write(self.take())
+
+    def read(self, ref: Ref) -> tuple[int, list[tuple[bytes, list[memoryview]]]]:
+        """(lease id, its parts) of a written record; EnvironmentFault if the file does not hold it."""
         file = self._readers.get(ref.segment)
         if file is None:
             try:
@@ -99,26 +132,31 @@ class SegmentLog:
         magic, checksum = _PREFIX.unpack_from(view)
         if magic != MAGIC or zlib.crc32(view[_PREFIX.size :]) != checksum:
             raise self._damaged(ref, "its checksum is wrong")
-        lease_id, meta_bytes, count = _HEAD.unpack_from(view, _PREFIX.size)
+        lease_id, count = _HEAD.unpack_from(view, _PREFIX.size)
         at = _PREFIX.size + _HEAD.size
-        lengths = struct.unpack_from(f"<{count}Q", view, at)
+        counts = struct.unpack_from(f"<{2 * count}I", view, at)
         at += 8 * count
-        meta = bytes(view[at : at + meta_bytes])
-        at += meta_bytes
-        frames = []
-        for length in lengths:
-            frames.append(view[at : at + length])
-            at += length
-        return lease_id, meta, frames
+        lengths = iter(struct.unpack_from(f"<{sum(counts[1::2])}Q", view, at))
+        at += 8 * sum(counts[1::2])
+        parts = []
+        for meta_bytes, frames in zip(counts[::2], counts[1::2], strict=True):
+            meta = bytes(view[at : at + meta_bytes])
+            at += meta_bytes
+            found = []
+            for _ in range(frames):
+                length = next(lengths)
+                found.append(view[at : at + length])
+                at += length
+            parts.append((meta, found))
+        return lease_id, parts
 
     def release(self, refs: Iterable[Ref]) -> None:
-        """These records are not needed any more; empty segments disappear (but not the one being written)."""
+        """These records are not needed any more; segments without any disappear (but not the one being written)."""
         for ref in refs:
             self.live[ref.segment] -= 1
-            if self.live[ref.segment] == 0:
-                del self.live[ref.segment]
-                if ref.segment != self._current:
-                    self._delete(ref.segment)
+        for segment in [number for number, count in self.live.items() if not count and number != self._current]:
+            del self.live[segment]
+            self._delete(segment)
 
     def close(self) -> None:
         """Write what is queued and close the files."""
@@ -134,15 +172,11 @@ class SegmentLog:
     def _path(self, segment: int) -> Path:
         return self.folder / f"{segment:08d}.seg"
 
-    def _roll(self) -> None:
+    def _roll(self, segment: int) -> None:
         if self._file >= 0:
-            self.flush()
             os.close(self._file)
-            if not self.live[self._current]:
-                self._delete(self._current)
-        self._current += 1
-        self._size = 0
-        self._file = os.open(self._path(self._current), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        self._file = os.open(self._path(segment), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        self._open = segment
         if self.sync:
             folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -150,11 +184,12 @@ class SegmentLog:
             finally:
                 os.close(folder)
 
-    def _write(self) -> None:
-        pending, self._pending = self._pending, []
+    def _flush(self, pending: list[Any]) -> None:
+        if not pending:
+            return
         for start in range(0, len(pending), _VECTORS):
             vectors = pending[start : start + _VECTORS]
-            left = sum(memoryview(part).nbytes for part in vectors)
+            left = sum(map(nbytes, vectors))
             written = os.writev(self._file, vectors)
             self.written_bytes += written
             if written < left:  # rare: a signal, or the last bytes of a disk
@@ -163,6 +198,8 @@ class SegmentLog:
                     step = os.write(self._file, rest)
                     self.written_bytes += step
                     rest = rest[step:]
+        if self.sync:
+            os.fdatasync(self._file)
 
     def _delete(self, segment: int) -> None:
         reader = self._readers.pop(segment, None)

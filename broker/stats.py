@@ -121,7 +121,7 @@ def count(core: BrokerCore, samples: Mapping[str, int], ledger: Ledger, weights:
         metrics.BROKER_RETURNED: core.leases.attempts["returned"],
         metrics.BROKER_ACCEPTED: samples.get("accepted", 0),
         metrics.BROKER_REFUSED: samples.get("refused", 0),
-        metrics.BROKER_SEGMENT_BYTES: ledger.payloads.segments.written_bytes,
+        metrics.BROKER_SEGMENT_BYTES: ledger.segments.written_bytes,
         metrics.BROKER_WEIGHTS_STORED: weights.stored_nbytes,
         metrics.BROKER_WEIGHTS_SERVED: weights.served_nbytes,
     }

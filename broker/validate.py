@@ -2,7 +2,7 @@
 
 Frames that do not fit their specs, or a meta that no honest actor sends, are a ProtocolError: the peer is closed. What
 an engine or a domain can get wrong (fewer log-probs than tokens, a NaN) is a `BadSamples` with a reason: the attempt is
-refused and counts against the task, the peer lives on. Called by the broker's daemon.
+refused and counts against the task, the peer lives on. Called by ``intake``, which looks at the usual ones together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from temper.common.arrays import unpack_arrays
+from temper.common.arrays import unpack_arrays, unpacked
 from temper.common.errors import ProtocolError, TemperError
 from temper.common.schema import ArraySpec, SampleMeta, Samples
 
@@ -56,10 +56,8 @@ def check(body: Samples, frames: Sequence[Any]) -> None:
 
 def _views(specs: Sequence[ArraySpec], frames: Sequence[Any]) -> dict[str, memoryview]:
     """The known arrays as bytes, each as its spec says; others are only held to their own spec."""
-    if len(specs) != len(frames):
-        raise ProtocolError(f"{len(frames)} frames for {len(specs)} arrays")
     views: dict[str, memoryview] = {}
-    for spec, frame in zip(specs, frames, strict=True):
+    for spec, frame in zip(specs, unpacked(specs, frames), strict=True):
         name = spec.name
         known = KNOWN.get(name)
         if known is None:

@@ -1,7 +1,9 @@
-"""numpy arrays <-> (`ArraySpec`s, frames), without copies. Used for samples on their way actor -> broker -> learner.
+"""numpy arrays <-> (`ArraySpec`s, frames). Used for samples on their way actor -> broker -> learner.
 
-Only the dtypes of `DTYPES` travel, little-endian, C-contiguous. What arrives is checked against its specs (dtype,
-shape, bytes, count) before an array is made of it; the arrays are read-only views of the received frames.
+Only the dtypes of `DTYPES` travel, little-endian, C-contiguous. Arrays have a frame each, uncopied; small ones (together at
+most `PACKED_BYTES`) share one frame, because a frame costs more than the bytes in it: each begins at a multiple of 8, in
+the order of the specs, and the frame ends at one. The specs alone say which it is (`packed_bytes`). What arrives is checked against
+its specs (dtype, shape, bytes, count) before an array is made of it; the arrays are read-only views of the received frames.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from temper.common.errors import ProtocolError
 from temper.common.schema import ArraySpec
-from temper.common.wire import FRAME_LIMIT, FRAME_LIMIT_BYTES
+from temper.common.wire import FRAME_LIMIT, FRAME_LIMIT_BYTES, nbytes
 
 Array = npt.NDArray[Any]
 
@@ -36,10 +38,105 @@ DTYPES: dict[str, np.dtype[Any]] = {
     )
 }
 DIMENSION_LIMIT = 8
+PACKED_BYTES = 16 * 1024
+
+
+def spec_bytes(spec: ArraySpec) -> int:
+    """What the array takes; ProtocolError if there is no such array."""
+    dtype = DTYPES.get(spec.dtype)
+    if dtype is None:
+        raise ProtocolError(f"array {spec.name!r} has dtype {spec.dtype!r}, expected one of {', '.join(DTYPES)}")
+    shape = spec.shape
+    if len(shape) > DIMENSION_LIMIT or (shape and min(shape) < 0):
+        raise ProtocolError(f"array {spec.name!r} has shape {shape}")
+    return (shape[0] if len(shape) == 1 else math.prod(shape)) * dtype.itemsize
+
+
+def packed_bytes(specs: Sequence[ArraySpec]) -> int:
+    """Size of the one frame that these arrays share; 0 if each has a frame of its own. ProtocolError for a bad spec."""
+    if len(specs) < 2:
+        return 0
+    total = sum((spec_bytes(spec) + 7) & -8 for spec in specs)
+    return total if total <= PACKED_BYTES else 0
+
+
+def joined_runs(sizes: Sequence[int]) -> list[int]:
+    """How many of the packed frames of these `sizes` lie in each joined frame of a group: as many as fit, in order."""
+    runs: list[int] = []
+    room = 0
+    for size in sizes:
+        if not runs or size > room:
+            runs.append(0)
+            room = FRAME_LIMIT_BYTES
+        runs[-1] += 1
+        room -= size
+    return runs
+
+
+def divide(parts: Sequence[Sequence[ArraySpec]], frames: Sequence[Any]) -> list[list[Any]]:
+    """The array frames of a group by part: first the packed frames, joined, then the others (see ``schema.Group``).
+
+    ProtocolError if they are not as many and as large as the parts' specs say.
+    """
+    sizes = [packed_bytes(specs) for specs in parts]
+    runs = joined_runs([size for size in sizes if size])
+    expected = len(runs) + sum(len(specs) for specs, size in zip(parts, sizes, strict=True) if not size)
+    if expected != len(frames):
+        raise ProtocolError(f"{len(frames)} array frames, expected {expected}")
+    packed: list[memoryview] = []
+    wanted = iter([size for size in sizes if size])
+    for count, frame in zip(runs, frames, strict=False):
+        view, at = memoryview(frame).cast("B"), 0
+        for _ in range(count):
+            size = next(wanted)
+            packed.append(view[at : at + size])
+            at += size
+        if at != view.nbytes:
+            raise ProtocolError(f"a joined frame of {view.nbytes} bytes, expected {at}")
+    found: list[list[Any]] = []
+    used, joined = len(runs), iter(packed)
+    for specs, size in zip(parts, sizes, strict=True):
+        if size:
+            found.append([next(joined)])
+        else:
+            found.append(list(frames[used : used + len(specs)]))
+            used += len(specs)
+    return found
+
+
+def join(parts: Sequence[tuple[bool, Sequence[Any]]]) -> list[Any]:
+    """The array frames of a group of `parts` (whether its arrays share a frame, its frames): the inverse of `divide`."""
+    packed = [frames[0] for shared, frames in parts if shared]
+    joined: list[Any] = []
+    at = 0
+    for count in joined_runs([nbytes(frame) for frame in packed]):
+        joined.append(packed[at] if count == 1 else b"".join(packed[at : at + count]))
+        at += count
+    return joined + [frame for shared, frames in parts if not shared for frame in frames]
+
+
+def unpacked(specs: Sequence[ArraySpec], frames: Sequence[Any]) -> list[Any]:
+    """One buffer for each array. ProtocolError for a bad spec or the wrong number or size of frames."""
+    size = packed_bytes(specs)
+    if not size:
+        if len(specs) != len(frames):
+            raise ProtocolError(f"{len(frames)} frames for {len(specs)} arrays")
+        return list(frames)
+    if len(frames) != 1 or memoryview(frames[0]).nbytes != size:
+        got = [memoryview(frame).nbytes for frame in frames[:8]]
+        raise ProtocolError(f"{len(specs)} arrays in {len(frames)} frames of {got} bytes, expected one of {size} bytes")
+    view, at = memoryview(frames[0]).cast("B"), 0
+    found = []
+    for spec in specs:
+        length = spec_bytes(spec)
+        found.append(view[at : at + length])
+        at += (length + 7) & -8
+    return found
 
 
 def pack_arrays(arrays: Mapping[str, Array]) -> tuple[list[ArraySpec], list[memoryview]]:
-    """Specs and frames of named arrays. A contiguous array is not copied: don't write to it until it is acknowledged.
+    """Specs and frames of named arrays. Contiguous arrays with frames of their own are not copied: don't write to them until
+    they are acknowledged.
 
     ProtocolError for a dtype that does not travel, an array over 16 MiB or more than 64 arrays.
     """
@@ -55,25 +152,21 @@ def pack_arrays(arrays: Mapping[str, Array]) -> tuple[list[ArraySpec], list[memo
         data = np.ascontiguousarray(array, dtype=DTYPES[array.dtype.name])
         specs.append(ArraySpec(name, array.dtype.name, array.shape))
         frames.append(data.reshape(-1).view(np.uint8).data if data.size else memoryview(b""))
+    if packed_bytes(specs):
+        return specs, [memoryview(b"".join([b for f in frames for b in (f, bytes(-f.nbytes % 8))]))]
     return specs, frames
 
 
 def unpack_arrays(specs: Sequence[ArraySpec], frames: Sequence[Any]) -> dict[str, Array]:
     """Named read-only views of `frames` (anything with the buffer protocol); ProtocolError if they don't match `specs`."""
-    if len(specs) != len(frames):
-        raise ProtocolError(f"{len(frames)} frames for {len(specs)} arrays")
+    buffers = unpacked(specs, frames)
     arrays: dict[str, Array] = {}
-    for spec, frame in zip(specs, frames, strict=True):
-        dtype = DTYPES.get(spec.dtype)
-        if dtype is None:
-            raise ProtocolError(f"array {spec.name!r} has dtype {spec.dtype!r}, expected one of {', '.join(DTYPES)}")
+    for spec, frame in zip(specs, buffers, strict=True):
+        expected = spec_bytes(spec)
         if spec.name in arrays:
             raise ProtocolError(f"array {spec.name!r} appears twice")
-        if len(spec.shape) > DIMENSION_LIMIT or (spec.shape and min(spec.shape) < 0):
-            raise ProtocolError(f"array {spec.name!r} has shape {spec.shape}")
-        shape = spec.shape
+        shape, dtype = spec.shape, DTYPES[spec.dtype]
         size = len(frame) if type(frame) is bytes else memoryview(frame).nbytes
-        expected = (shape[0] if len(shape) == 1 else math.prod(shape)) * dtype.itemsize
         if size != expected:
             raise ProtocolError(
                 f"array {spec.name!r} {spec.dtype}{list(shape)} needs {expected} bytes, its frame has {size}"

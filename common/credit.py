@@ -241,18 +241,36 @@ class Channel(Generic[T]):
         self._gap = False
         return DELIVER
 
+    def accept_next(self, size: int) -> bool:
+        """`arrive` for the message that is next in order; False, and nothing is done, if it exceeds the credit."""
+        sequence = self.received + 1
+        total = self._arrived_bytes + size
+        if (
+            sequence > self._released_messages + self.window_messages
+            or total > self._released_bytes + self.window_bytes
+        ):
+            return False
+        self.received = sequence
+        self._arrived_bytes = total
+        self._pending.append(size)
+        self._gap = False
+        return True
+
     def acknowledge(self, sequence: int, release: bool = True) -> None:
         """Everything up to `sequence` is taken (and durable, where that is promised). `release` gives its credit back at
         once; else the caller does so later with `release`."""
         if sequence > self.received:
             raise AssertionError(f"acknowledge({sequence}), but {self.received} arrived")
-        while self.acknowledged < sequence:
-            self.acknowledged += 1
-            size = self._pending.popleft()
-            if release:
-                self._released_messages += 1
-                self._released_bytes += size
-            self.ack_due = True
+        count = sequence - self.acknowledged
+        if count <= 0:
+            return
+        take = self._pending.popleft
+        size = sum([take() for _ in range(count)])
+        self.acknowledged = sequence
+        if release:
+            self._released_messages += count
+            self._released_bytes += size
+        self.ack_due = True
 
     def release(self, messages: int, size: int) -> None:
         """Give credit back that `acknowledge(..., release=False)` kept."""

@@ -222,7 +222,7 @@ class Return(Body, frozen=True):
     error: str
 
 
-class SampleMeta(Part, frozen=True):
+class SampleMeta(Part, frozen=True, gc=False):
     """One sample's facts; its tokens are rows of the message's concatenated arrays."""
 
     index: int
@@ -238,7 +238,7 @@ class SampleMeta(Part, frozen=True):
     task_key: str = ""
 
 
-class ArraySpec(Part, frozen=True):
+class ArraySpec(Part, frozen=True, gc=False):
     """Describes one array frame: numpy dtype name and shape."""
 
     name: str
@@ -246,12 +246,12 @@ class ArraySpec(Part, frozen=True):
     shape: tuple[int, ...]
 
 
-class Samples(Body, frozen=True):
+class Samples(Body, frozen=True, gc=False):
     """actor -> B: finished samples of one lease; acknowledged once they are durable.
 
-    Frames as `arrays` says, concatenated over the samples in order: tokens i32[N] (prompt included),
-    behaviour_logprob f32[N], loss_mask u8[N], cu_seqlens i64[S+1], optional support_ids i32[M] with support_cu
-    i64[N+1], optional routed_experts. Prompt and tool tokens: mask 0.
+    Frames as `arrays` says (small arrays share one, see ``arrays``), concatenated over the samples in order: tokens
+    i32[N] (prompt included), behaviour_logprob f32[N], loss_mask u8[N], cu_seqlens i64[S+1], optional support_ids i32[M]
+    with support_cu i64[N+1], optional routed_experts. Prompt and tool tokens: mask 0.
     """
 
     KIND: ClassVar[int] = 19
@@ -426,15 +426,12 @@ class Demand(Body, frozen=True):
     groups: int
 
 
-class SamplePart(Part, frozen=True):
-    """One accepted Samples message inside a Group: its metas, its array specs (frames follow in order)."""
-
-    samples: list[SampleMeta]
-    arrays: list[ArraySpec]
-
-
 class Group(Body, frozen=True):
-    """B -> learner: a complete group. Frames: the array frames of all parts in order.
+    """B -> learner: a complete group. `parts`: the accepted Samples messages, as they came.
+
+    Frames: first `facts` frames that hold `parts` as MessagePack, where they are too large for the meta (then `parts` is
+    empty here); then those of the parts whose arrays share a frame, joined (up to 16 MiB a frame, ``arrays.divide``);
+    then the other parts' array frames, in order.
 
     A void group of the eval lane is sent too (`void` says why, parts hold what there was), so that an evaluation ends.
     """
@@ -446,9 +443,10 @@ class Group(Body, frozen=True):
     level: int
     task_seed: int
     lineage: int
-    parts: list[SamplePart]
+    parts: list[Samples]
     pinned_version: int | None = None
     void: str | None = None
+    facts: int = 0
 
 
 class Done(Body, frozen=True):

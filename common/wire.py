@@ -16,7 +16,7 @@ import msgspec
 from temper.common.errors import ProtocolError
 
 MAGIC = b"TMPR"
-PROTOCOL = 1
+PROTOCOL = 2
 META_LIMIT_BYTES = 64 * 1024
 FRAME_LIMIT = 64
 FRAME_LIMIT_BYTES = 16 * 1024 * 1024
@@ -75,10 +75,18 @@ def unpack_header(data: bytes | memoryview) -> Header:
     return Header(*unpack_fields(data))
 
 
+def is_header(data: bytes | memoryview) -> bool:
+    """Whether `data` has a header's length, magic and protocol number; then ``header_fields(data, 5)`` are its fields."""
+    return len(data) == HEADER_BYTES and data[:5] == _PREFIX
+
+
+header_fields = _FIELDS.unpack_from
+
+
 def unpack_fields(data: bytes | memoryview) -> tuple[int, int, int, int, int, int]:
     """(kind, flags, version, epoch, sequence, size) of a header, checked like `unpack_header`: the fast way."""
-    if len(data) == HEADER_BYTES and data[:5] == _PREFIX:
-        return _FIELDS.unpack_from(data, 5)
+    if is_header(data):
+        return header_fields(data, 5)
     if len(data) != HEADER_BYTES:
         raise ProtocolError(f"header of {len(data)} bytes, expected {HEADER_BYTES}")
     magic, protocol = bytes(data[:4]), data[4]

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from temper.common.arrays import divide, unpacked
 from temper.common.errors import ProtocolError
-from temper.common.schema import ArraySpec, Group, Lane, SampleMeta
+from temper.common.schema import ArraySpec, Group, Lane, SampleMeta, Samples, unpack_frames
 from temper.kernels.flags import SUPPORT_LIMIT
 
 Array = NDArray[Any]
@@ -84,7 +85,7 @@ class GroupData:
 
 def _part_arrays(specs: Sequence[ArraySpec], frames: Sequence[Any]) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
-    for spec, frame in zip(specs, frames, strict=True):
+    for spec, frame in zip(specs, unpacked(specs, frames), strict=True):
         want = REQUIRED.get(spec.name) or OPTIONAL.get(spec.name)
         if want is None:
             continue
@@ -173,14 +174,12 @@ def _sample(meta: SampleMeta, arrays: dict[str, Array], start: int, stop: int) -
 def parse_group(body: Group, frames: Sequence[Any], vocabulary: int | None = None) -> GroupData:
     """The group in a message. ProtocolError when arrays, metas and frames do not fit together, or (`vocabulary`: size)
     hold ids that the model does not have."""
-    expected = sum(len(part.arrays) for part in body.parts)
-    if expected != len(frames):
-        raise ProtocolError(f"group {body.group_id} names {expected} arrays and has {len(frames)} frames")
+    parts, frames = body.parts, list(frames)
+    if body.facts:
+        parts, frames = unpack_frames(frames[: body.facts], list[Samples]), frames[body.facts :]
     samples: dict[int, SampleData] = {}
-    used = 0
-    for part in body.parts:
-        arrays = _part_arrays(part.arrays, frames[used : used + len(part.arrays)])
-        used += len(part.arrays)
+    for part, own in zip(parts, divide([part.arrays for part in parts], frames), strict=True):
+        arrays = _part_arrays(part.arrays, own)
         cu = arrays["cu_seqlens"]
         if len(cu) != len(part.samples) + 1 or cu[0] != 0 or cu[-1] != len(arrays["tokens"]) or (np.diff(cu) < 0).any():
             raise ProtocolError(

@@ -20,11 +20,12 @@ from temper.actor.episodes import run_lease
 from temper.actor.packing import pack_samples
 from temper.actor.text import Text
 from temper.common import delta
+from temper.common.arrays import join, packed_bytes
 from temper.common.bits import Weights, seal
 from temper.common.config import Recipe
 from temper.common.domains import Domain, Grader
 from temper.common.schedule import Assignment, Schedule
-from temper.common.schema import Group, Lane, Lease, SamplePart
+from temper.common.schema import Group, Lane, Lease
 from temper.learner import models
 from temper.learner.inbox import GroupData, parse_group
 from temper.learner.session import warm_start_over
@@ -124,10 +125,10 @@ class Loop:
             level=lease.level,
             task_seed=lease.task_seed,
             lineage=LINEAGE,
-            parts=[SamplePart(message.samples, message.arrays) for message, _ in messages],
+            parts=[message for message, _ in messages],
             pinned_version=lease.pinned_version,
         )
-        return parse_group(body, [frame for _, frames in messages for frame in frames])
+        return parse_group(body, join([(packed_bytes(message.arrays) > 0, frames) for message, frames in messages]))
 
     def _shares(self, lane: Lane) -> Mapping[str, tuple[int, float]]:
         return {

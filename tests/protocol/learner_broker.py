@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 from temper.common import recipe as recipes
+from temper.common.arrays import pack_arrays
 from temper.common.config import Recipe
 from temper.common.pump import Delivery, PeerId, Router
 from temper.common.schema import (
-    ArraySpec,
     Chunk,
     Demand,
     Done,
@@ -27,7 +27,7 @@ from temper.common.schema import (
     Publish,
     RunOver,
     SampleMeta,
-    SamplePart,
+    Samples,
     Stored,
     Welcome,
 )
@@ -58,10 +58,10 @@ def made_up(
         )
         for i, row in enumerate(rows)
     ]
-    specs = [ArraySpec(name, str(value.dtype), value.shape) for name, value in arrays.items()]
+    specs, frames = pack_arrays(arrays)
     pinned = version if lane == "eval" else None
-    body = Group(group_id, lane, "toy", 0, group_id, 1, [SamplePart(metas, specs)], pinned)  # type: ignore[arg-type]
-    return body, [memoryview(value.tobytes()) for value in arrays.values()]
+    body = Group(group_id, lane, "toy", 0, group_id, 1, [Samples(group_id, 1, 1, metas, specs)], pinned)  # type: ignore[arg-type]
+    return body, frames
 
 
 class StandIn:

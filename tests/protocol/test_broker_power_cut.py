@@ -129,9 +129,9 @@ def recovers(folder: Path, acknowledged: set[tuple[int, int]]) -> None:
     """Open the ledger as the next broker would."""
     ledger = Ledger(folder, None, "memory")
     there = set()
-    for lease_id, parts in ledger.payloads.parts.items():
+    for lease_id, shelf in ledger.payloads.shelves.items():
         payloads = ledger.read(lease_id)
-        assert len(payloads) == len(parts)
+        assert len(payloads) == len(shelf.indices)
         for part, frames in payloads:
             tokens = unpack_arrays(part.arrays, frames)["tokens"].reshape(-1, 4)
             assert tokens.tolist() == [[lease_id, meta.index, 7, 8] for meta in part.samples]
@@ -147,7 +147,7 @@ def recovers(folder: Path, acknowledged: set[tuple[int, int]]) -> None:
             assert lease.state != "accepted" or len(lease.have) == lease.size
         have = {(lease.lease_id, index) for lease in restored.leases for index in lease.have}
         assert have == there
-    ledger.payloads.segments.close()
+    ledger.segments.close()
     ledger._db.close()
 
 

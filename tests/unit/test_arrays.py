@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from temper.common.arrays import DTYPES, pack_arrays, unpack_arrays
+from temper.common.arrays import (
+    DTYPES,
+    PACKED_BYTES,
+    divide,
+    join,
+    joined_runs,
+    pack_arrays,
+    packed_bytes,
+    unpack_arrays,
+)
 from temper.common.errors import ProtocolError
 from temper.common.schema import ArraySpec
 
@@ -66,10 +75,33 @@ def test_what_does_not_fit_its_spec_is_refused(spec: ArraySpec, size: int, messa
 
 def test_the_number_of_frames_and_their_names_must_fit() -> None:
     spec = ArraySpec("x", "uint8", (1,))
-    with pytest.raises(ProtocolError, match="1 frames for 2 arrays"):
-        unpack_arrays([spec, spec], [b"a"])
-    with pytest.raises(ProtocolError, match="appears twice"):
+    with pytest.raises(ProtocolError, match=r"2 arrays in 2 frames of \[1, 1\] bytes, expected one of 16 bytes"):
         unpack_arrays([spec, spec], [b"a", b"b"])
+    with pytest.raises(ProtocolError, match=r"2 arrays in 1 frames of \[15\] bytes, expected one of 16"):
+        unpack_arrays([spec, spec], [bytes(15)])
+    with pytest.raises(ProtocolError, match="appears twice"):
+        unpack_arrays([spec, spec], [bytes(16)])
+    large = ArraySpec("y", "uint8", (PACKED_BYTES,))
+    with pytest.raises(ProtocolError, match="1 frames for 2 arrays"):
+        unpack_arrays([spec, large], [bytes(PACKED_BYTES)])
+
+
+@given(st.lists(st.lists(st.integers(0, 9000), min_size=1, max_size=4), max_size=12))
+@settings(deadline=None)
+def test_the_frames_of_a_group_are_divided_as_they_were_joined(parts: list[list[int]]) -> None:
+    packed = [pack_arrays({str(i): np.full(n, i, np.uint16) for i, n in enumerate(sizes)}) for sizes in parts]
+    frames = join([(packed_bytes(specs) > 0, own) for specs, own in packed])
+    divided = divide([specs for specs, _ in packed], frames)
+    assert [[bytes(f) for f in own] for own in divided] == [[bytes(f) for f in own] for _, own in packed]
+    for sizes, (specs, _), own in zip(parts, packed, divided, strict=True):
+        arrays = unpack_arrays(specs, own)
+        assert [arrays[str(i)].tolist() for i in range(len(sizes))] == [[i] * n for i, n in enumerate(sizes)]
+    with pytest.raises(ProtocolError):
+        divide([specs for specs, _ in packed], [*frames, b""])
+
+
+def test_joined_frames_stay_within_a_frame() -> None:
+    assert joined_runs([PACKED_BYTES] * 2500) == [1024, 1024, 452]
 
 
 def test_what_cannot_travel_is_refused_before_it_leaves() -> None:

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from temper.broker import intake
 from temper.broker.assembly import Unsendable, build_group
 from temper.broker.bundle import BUNDLE_LIMIT_BYTES, BundleStore, digest
 from temper.broker.leases import LeaseRecord
 from temper.broker.validate import BadSamples, check
 from temper.common import schema
-from temper.common.arrays import pack_arrays, unpack_arrays
+from temper.common.arrays import divide, pack_arrays, unpack_arrays
 from temper.common.errors import ProtocolError
+from temper.common.wire import pack_meta, unpack_meta
 
 LENGTHS = (5, 3)
 
@@ -112,7 +114,7 @@ def test_no_samples_and_missing_frames_are_offences() -> None:
     with pytest.raises(ProtocolError, match="without a sample"):
         verify([])
     specs, frames = pack_arrays(arrays())
-    with pytest.raises(ProtocolError, match="3 frames for 4 arrays"):
+    with pytest.raises(ProtocolError, match="4 arrays in 0 frames"):
         check(schema.Samples(0, 1, 1, metas(), specs), frames[:-1])
 
 
@@ -140,12 +142,36 @@ def record(size: int = 64) -> LeaseRecord:
     return LeaseRecord(7, "train", "a", 0, 1, size)
 
 
-def test_a_group_of_few_messages_passes_its_frames_through_untouched() -> None:
-    specs, frames = pack_arrays(arrays())
-    part = schema.SamplePart(metas(), specs)
-    body, out = build_group(record(), [(part, frames), (part, frames)], 3, None)
-    assert [id(frame) for frame in out] == [id(frame) for frame in [*frames, *frames]]
+def message(samples: list[schema.SampleMeta], values: dict[str, np.ndarray]) -> tuple[bytes, list[Any]]:
+    """A Samples message as the broker keeps it."""
+    specs, frames = pack_arrays(values)
+    return pack_meta(schema.Samples(7, 1, 1, samples, specs)), frames
+
+
+def arrived(body: schema.Group, frames: list[Any]) -> list[tuple[schema.Samples, list[Any]]]:
+    """The parts of a Group after its way over the wire, each with its own frames."""
+    body = unpack_meta(pack_meta(body), schema.Group)
+    parts = body.parts
+    if body.facts:
+        parts, frames = schema.unpack_frames(frames[: body.facts], list[schema.Samples]), frames[body.facts :]
+    return list(zip(parts, divide([part.arrays for part in parts], frames), strict=True))
+
+
+def test_a_group_of_large_messages_passes_its_frames_through_untouched() -> None:
+    part = message(*one(4000))
+    body, out = build_group(record(), [part, part], 3, None)
+    assert [id(frame) for frame in out] == [id(frame) for frame in [*part[1], *part[1]]]
     assert (body.group_id, body.lineage, len(body.parts)) == (7, 3, 2)
+
+
+def test_small_messages_share_one_frame_in_a_group_beside_the_large_ones() -> None:
+    small, large = message(metas(), arrays()), message(*one(4000))
+    body, out = build_group(record(), [small, large, small], 3, None)
+    assert len(out) == 1 + 4
+    parts = arrived(body, out)
+    assert [len(part.samples) for part, _ in parts] == [2, 1, 2]
+    for part, own in parts:
+        check(part, own)
 
 
 def test_a_group_of_many_messages_is_joined_without_changing_a_sample() -> None:
@@ -154,38 +180,107 @@ def test_a_group_of_many_messages_is_joined_without_changing_a_sample() -> None:
     for i in range(40):
         row = arrays(
             tokens=np.arange(8, dtype=np.int32) + 100 * i,
-            support_ids=np.arange(16, dtype=np.int32) * i,
-            support_cu=np.arange(9, dtype=np.int64) * 2,
+            support_ids=np.arange(6000, dtype=np.int32) * i,
+            support_cu=np.arange(9, dtype=np.int64) * 750,
         )
-        specs, frames = pack_arrays(row)
-        parts.append(
-            (schema.SamplePart([msgspec.structs.replace(m, index=2 * i + m.index) for m in metas()], specs), frames)
-        )
+        parts.append(message([msgspec.structs.replace(m, index=2 * i + m.index) for m in metas()], row))
         rows.append(row)
     body, frames = build_group(record(80), parts, 3, None)
     assert len(frames) <= 64
-    index = used = 0
-    for part in body.parts:
-        joined = unpack_arrays(part.arrays, frames[used : used + len(part.arrays)])
-        used += len(part.arrays)
+    index = 0
+    for part, own in arrived(body, frames):
+        joined = unpack_arrays(part.arrays, own)
         for position, meta in enumerate(part.samples):
             assert meta.index == index
-            own = rows[index // 2]
-            start, stop = own["cu_seqlens"][index % 2], own["cu_seqlens"][index % 2 + 1]
+            row = rows[index // 2]
+            start, stop = row["cu_seqlens"][index % 2], row["cu_seqlens"][index % 2 + 1]
             at, end = joined["cu_seqlens"][position], joined["cu_seqlens"][position + 1]
             for name in ("tokens", "behaviour_logprob", "loss_mask"):
-                assert joined[name][at:end].tolist() == own[name][start:stop].tolist()
+                assert joined[name][at:end].tolist() == row[name][start:stop].tolist()
             cu = joined["support_cu"]
-            assert joined["support_ids"][cu[at] : cu[end]].tolist() == own["support_ids"][2 * start : 2 * stop].tolist()
+            assert (
+                joined["support_ids"][cu[at] : cu[end]].tolist()
+                == row["support_ids"][750 * start : 750 * stop].tolist()
+            )
             index += 1
     assert index == 80
 
 
+def test_facts_that_fit_no_meta_travel_in_frames() -> None:
+    """A group of many samples with long keys has more than 64 KiB of facts: it is sent all the same."""
+    parts = [
+        message([msgspec.structs.replace(m, index=2 * i + m.index, task_key="x" * 1000) for m in metas()], arrays())
+        for i in range(100)
+    ]
+    body, frames = build_group(record(200), parts, 3, None)
+    assert body.facts == 1 and body.parts == [] and len(pack_meta(body)) < 1000
+    found = arrived(body, frames)
+    assert [meta.index for part, _ in found for meta in part.samples] == list(range(200))
+    for part, own in found:
+        check(part, own)
+
+
 def test_a_group_that_fits_no_message_says_so() -> None:
-    specs, frames = pack_arrays(arrays())
-    long = msgspec.structs.replace(metas()[0], task_key="x" * 70_000)
-    with pytest.raises(Unsendable, match="facts of 70"):
-        build_group(record(), [(schema.SamplePart([long], specs), frames)], 1, None)
+    different = [message(metas()[:1], one(4000)[1] | {f"extra{i}": np.zeros(5000, np.int32)}) for i in range(20)]
+    with pytest.raises(Unsendable, match="100 frames, at most 64"):
+        build_group(record(), different, 1, None)
+
+
+def read(samples: list[schema.SampleMeta], values: dict[str, np.ndarray]) -> tuple[intake.Intake, list[bytes]]:
+    meta, frames = message(samples, values)
+    return intake.read(meta), [bytes(frame) for frame in frames]
+
+
+def one(tokens: int, changed: dict[str, Any] | None = None) -> tuple[list[schema.SampleMeta], dict[str, np.ndarray]]:
+    """A message of one sample, the usual shape; `changed` values of its arrays or facts."""
+    mask = np.ones(tokens, np.uint8)
+    mask[0] = 0
+    values = {
+        "tokens": np.arange(tokens, dtype=np.int32),
+        "behaviour_logprob": np.full(tokens, -1, np.float32),
+        "loss_mask": mask,
+        "cu_seqlens": np.array([0, tokens], np.int64),
+    }
+    meta = schema.SampleMeta(0, "stop", 1.0, True, {"outcome": 1.0}, "ok", [(1, 4, tokens)])
+    changed = changed or {}
+    facts = {name: value for name, value in changed.items() if name not in values}
+    return [msgspec.structs.replace(meta, **facts)], values | {n: v for n, v in changed.items() if n in values}
+
+
+WRONG: list[dict[str, Any]] = [
+    {"tokens": np.full(6, -1, np.int32)},
+    {"behaviour_logprob": np.array([0, 0, 0, np.nan, 0, 0], np.float32)},
+    {"behaviour_logprob": np.full(6, -np.inf, np.float32)},
+    {"behaviour_logprob": np.full(6, 0.1, np.float32)},
+    {"loss_mask": np.ones(6, np.uint8)},
+    {"loss_mask": np.array([0, 2, 1, 1, 1, 1], np.uint8)},
+    {"cu_seqlens": np.array([0, 5], np.int64)},
+    {"cu_seqlens": np.array([0, 6, 6], np.int64)},
+    {"tokens": np.zeros(6, np.int64)},
+    {"loss_mask": np.ones(5, np.uint8)},
+    {"reward": math.inf},
+    {"components": {"style": math.nan}},
+    {"version_runs": [(1, 4, 5)]},
+    {"version_runs": [(1, 4, 9), (1, 4, -3)]},
+    {"step_rewards": [(6, 1.0)]},
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(st.integers(2, 40), st.sampled_from(WRONG)), max_size=12))
+def test_many_messages_at_once_are_judged_as_each_alone(kinds: list[Any]) -> None:
+    made = [one(kind) if isinstance(kind, int) else one(6, kind) for kind in kinds]
+    found = intake.faults([read(*each) for each in made])
+    for kind, (samples, values), fault in zip(kinds, made, found, strict=True):
+        specs, frames = pack_arrays(values)
+        body = schema.Samples(7, 1, 1, samples, specs)
+        if isinstance(kind, int):
+            assert fault is None
+            check(body, frames)
+        else:
+            with pytest.raises((BadSamples, ProtocolError)) as alone:
+                check(body, frames)
+            assert type(fault) is alone.type and str(fault) == str(alone.value)
 
 
 def bundle(**files: bytes) -> tuple[schema.Bundle, list[bytes]]:

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from temper.common.arrays import pack_arrays
 from temper.common.errors import ProtocolError
-from temper.common.schema import ArraySpec, Group, SampleMeta, SamplePart
+from temper.common.schema import Group, SampleMeta, Samples
 from temper.learner.inbox import GroupData, Inbox, parse_group, void_reason
 
 
@@ -28,9 +29,8 @@ def message(lengths=((3, 2), (3, 1)), **changes):
         "cu_seqlens": np.asarray(cu, np.int64),
     } | changes.pop("arrays", {})
     metas = changes.pop("metas", metas)
-    specs = [ArraySpec(name, str(value.dtype), value.shape) for name, value in arrays.items()]
-    frames = [memoryview(value.tobytes()) for value in arrays.values()]
-    return Group(5, "train", "reverse", 0, 11, 7, [SamplePart(metas, specs)], **changes), frames
+    specs, frames = pack_arrays(arrays)
+    return Group(5, "train", "reverse", 0, 11, 7, [Samples(5, 1, 7, metas, specs)], **changes), frames
 
 
 def test_a_group_is_divided_into_its_samples():
@@ -87,7 +87,7 @@ def test_ids_that_the_model_does_not_have_are_refused(arrays, vocabulary, says):
 
 def test_a_frame_too_few_is_refused():
     body, frames = message()
-    with pytest.raises(ProtocolError, match="4 arrays and has 3 frames"):
+    with pytest.raises(ProtocolError, match="0 array frames, expected 1"):
         parse_group(body, frames[:-1])
 
 

@@ -1,0 +1,159 @@
+"""Group commit off the event loop: what is told comes after what is written, in the order in which it was decided.
+
+A `Turn` is what some loop turns brought: acknowledgements owed and actions to carry out. With durability "full" a turn that
+changed the books is handed to a thread, which waits for the disk; what comes meanwhile joins the next turn. `perform` is
+called, on the loop, once a turn is durable, one turn after another. With durability "memory" it is called at once.
+A ledger that cannot be written stops everything: nothing of the failed turn, nor of a later one, is ever performed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from temper.broker import events as ev
+from temper.broker.core import BrokerCore
+from temper.broker.ledger import Ledger, Transaction
+from temper.common import metrics
+from temper.common.errors import TemperError
+from temper.common.metrics import Meter
+from temper.common.pump import PeerId
+
+
+class Turn:
+    """What is to be told once the books are written."""
+
+    __slots__ = ("actions", "leaving", "taken", "verdicts")
+
+    def __init__(self) -> None:
+        self.taken: dict[PeerId, int] = {}  # peer -> last sequence to acknowledge
+        self.actions: list[ev.Action] = []
+        self.verdicts: dict[str, list[Any]] = {}  # job -> the frames of its verdict
+        self.leaving: list[PeerId] = []  # said goodbye: to be forgotten
+
+    def __bool__(self) -> bool:
+        return bool(self.taken or self.actions or self.leaving)
+
+
+class Commits:
+    """`perform(turn)` tells it; `broken(error)` ends the process. `steered`: something beside records has changed."""
+
+    def __init__(
+        self,
+        core: BrokerCore,
+        ledger: Ledger,
+        meter: Meter,
+        perform: Callable[[Turn], None],
+        broken: Callable[[BaseException], None],
+    ) -> None:
+        self.turn = Turn()
+        self.steered = False
+        self.is_broken = False
+        self._core, self._ledger, self._meter = core, ledger, meter
+        self._perform, self._broken = perform, broken
+        self._writing: tuple[Transaction, Turn, float] | None = None
+        self._idle: asyncio.Future[None] | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def settle(self, force: bool = False) -> None:
+        """Write what the open turn brought, then perform it. `force`: also in memory mode."""
+        if self.is_broken or self._writing is not None:
+            return
+        turn, self.turn = self.turn, Turn()
+        try:
+            transaction = self._begin(turn, force)
+        except TemperError as error:
+            self.fail(error)
+            return
+        if transaction is None:
+            self._perform(turn)
+            return
+        self._writing = transaction, turn, time.perf_counter()
+        self._submit(transaction.write)
+
+    def _begin(self, turn: Turn, force: bool) -> Transaction | None:
+        """The transaction to wait for, if there is one."""
+        ledger = self._ledger
+        for action in turn.actions:
+            if isinstance(action, ev.Release):
+                ledger.release(action.group_ids)
+        if not ledger.durable and not force:
+            ledger.commit(force=False)
+            return None
+        if not self.steered and not self._core.dirty:
+            return None
+        begun = time.perf_counter()
+        ledger.record(self._core.changes())
+        self.steered = False
+        if ledger.durable:
+            return ledger.begin()
+        ledger.commit()
+        self._count(begun)
+        return None
+
+    def _submit(self, write: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._loop = asyncio.get_running_loop()
+            self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+            self._thread.start()
+        self._jobs.put(write)
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        while (write := self._jobs.get()) is not None:
+            error: BaseException | None = None
+            try:
+                write()
+            except BaseException as caught:  # whatever it is, the loop decides what becomes of it
+                error = caught
+            self._loop.call_soon_threadsafe(self._written, error)
+
+    def _written(self, error: BaseException | None) -> None:
+        assert self._writing is not None
+        (transaction, turn, begun), self._writing = self._writing, None
+        if error is not None:
+            self.fail(error)
+            return
+        self._ledger.finish(transaction)
+        self._count(begun)
+        self._perform(turn)
+        if self.turn or self.steered or self._core.dirty:
+            self.settle()
+        elif self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    def _count(self, begun: float) -> None:
+        self._meter.add(metrics.BROKER_COMMIT, time.perf_counter() - begun)
+        self._meter.add(metrics.BROKER_COMMITS)
+
+    def fail(self, error: BaseException) -> None:
+        """The books cannot be written or read: nothing is told any more."""
+        if not self.is_broken:
+            self.is_broken = True
+            self._broken(error)
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    async def settled(self) -> None:
+        """Until everything that came so far is written and told (or nothing ever will be)."""
+        self.settle()
+        while self._writing is not None and not self.is_broken:
+            self._idle = asyncio.get_running_loop().create_future()
+            await self._idle
+
+    def close(self) -> None:
+        """Write what is left, close the books, end the thread. What was not told by now never is."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+        if self._writing is not None and not self.is_broken:
+            self._ledger.finish(self._writing[0])
+        if not self.is_broken:
+            self._ledger.record(self._core.changes())
+            self._ledger.close()

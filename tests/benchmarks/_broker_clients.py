@@ -1,0 +1,229 @@
+"""Light clients of a real broker, for its benchmarks: they speak the protocol and do nothing else, each in a process of its own.
+
+`actors` answers every lease at once with one message a sample, `learner` takes groups as they come and reports steps. Both keep
+credit and acknowledge; nothing is decoded beyond what that takes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+from temper.common.arrays import pack_arrays
+from temper.common.schema import (
+    Ack,
+    Demand,
+    Done,
+    Group,
+    Heartbeat,
+    Hello,
+    LearnerReady,
+    Lease,
+    Phase,
+    SampleMeta,
+    Samples,
+    Touch,
+    Welcome,
+)
+from temper.common.sockets import routing_id
+from temper.common.wire import pack_fields, pack_meta, unpack_fields, unpack_meta
+
+GROUPS_PER_STEP, SAMPLES_PER_GROUP = 32, 16
+LINEAGE = 7
+BYTES_PER_TOKEN = 9  # i32 token, f32 log-probability, u8 mask
+EPOCH = 9
+BEAT_S = 1.0
+ACK_EVERY, ACK_BYTES = 16, 4 * 1024 * 1024
+WINDOW_MESSAGES, WINDOW_BYTES = 4096, 64 * 1024 * 1024
+
+
+class Line:
+    """One DEALER after its handshake, within the broker's credit."""
+
+    def __init__(self, folder: str, role: Any, name: str, slots: int) -> None:
+        self.sent = self.sent_bytes = self.acked = 0
+        self.limit = self.limit_bytes = 0
+        self.received = self.received_bytes = self.told = self.told_bytes = 0
+        self.socket: Any = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 1000)
+        self.socket.setsockopt(zmq.ROUTING_ID, routing_id())
+        self.socket.connect(f"ipc://{folder}/control.sock")
+        hello = Hello(role, name, name, slots=slots, limit_messages=WINDOW_MESSAGES, limit_bytes=WINDOW_BYTES)
+        self.transient(hello)
+        while not self.limit:
+            self.take(block=True)
+        self.transient(Heartbeat("READY"))
+        self.beat_at = time.monotonic() + BEAT_S
+
+    def transient(self, body: Any) -> None:
+        meta = pack_meta(body)
+        self.socket.send_multipart([pack_fields(body.KIND, 0, 0, EPOCH, 0, len(meta)), meta])
+
+    def send(self, kind: int, meta: bytes, frame: Any = None) -> None:
+        """Send a reliable message; the caller has seen to the credit."""
+        size = len(meta) + (len(frame) if frame is not None else 0)
+        self.sent += 1
+        self.sent_bytes += size
+        self.socket.send(pack_fields(kind, 0, 0, EPOCH, self.sent, size), zmq.SNDMORE)
+        if frame is None:
+            self.socket.send(meta)
+        else:
+            self.socket.send(meta, zmq.SNDMORE)
+            self.socket.send(frame, copy=size < 65536)
+
+    def room(self, size: int) -> bool:
+        return self.sent < self.limit and self.sent_bytes + size <= self.limit_bytes
+
+    def take(self, block: bool) -> tuple[int, bytes] | None:
+        """(kind, meta) of the next message; (0, b"") for what concerns the line only. Acknowledges."""
+        try:
+            parts: list[Any] = self.socket.recv_multipart(0 if block else zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        kind, _, _, _, sequence, size = unpack_fields(parts[0].bytes)
+        meta = parts[1].bytes
+        if kind in (Ack.KIND, Welcome.KIND):
+            body: Any = unpack_meta(meta, Ack if kind == Ack.KIND else Welcome)
+            self.limit, self.limit_bytes, self.acked = body.limit_messages, body.limit_bytes, body.received
+            return 0, b""
+        if sequence:
+            self.received += 1
+            self.received_bytes += size
+            if self.received - self.told >= ACK_EVERY or self.received_bytes - self.told_bytes >= ACK_BYTES:
+                self.acknowledge()
+        return kind, meta
+
+    def acknowledge(self) -> None:
+        if self.received > self.told:
+            self.told, self.told_bytes = self.received, self.received_bytes
+            limits = self.told + WINDOW_MESSAGES, self.told_bytes + WINDOW_BYTES
+            self.transient(Ack(self.received, *limits))
+
+    def beat(self) -> None:
+        if time.monotonic() > self.beat_at:
+            self.beat_at = time.monotonic() + BEAT_S
+            self.acknowledge()
+            self.transient(Heartbeat("READY"))
+
+
+class Payload:
+    """Messages of one sample with `nbytes` of arrays."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.tokens = max(nbytes // BYTES_PER_TOKEN, 2)
+        mask = np.ones(self.tokens, dtype=np.uint8)
+        mask[0] = 0
+        self.specs, frames = pack_arrays(
+            {
+                "tokens": np.arange(self.tokens, dtype=np.int32),
+                "behaviour_logprob": np.zeros(self.tokens, dtype=np.float32),
+                "loss_mask": mask,
+                "cu_seqlens": np.array([0, self.tokens], dtype=np.int64),
+            }
+        )
+        self.frames = [bytes(frame) for frame in frames]
+        self._specs = msgspec.Raw(msgspec.msgpack.encode(self.specs))
+
+    def meta(self, lease: Lease, index: int) -> bytes:
+        run = (LINEAGE, lease.min_version, self.tokens)
+        right = index & 1 == 1
+        sample = SampleMeta(index, "stop", float(right), right, {"exact": float(right)}, "ok", [run])
+        specs: Any = self._specs
+        return pack_meta(Samples(lease.lease_id, lease.attempt, lease.lineage, [sample], specs))
+
+
+def actors(folder: str, peers: int, slots: int, nbytes: int, rate: float) -> None:
+    """`peers` actors in this process; `rate` samples a second in all at most, 0: as fast as possible."""
+    payload = Payload(nbytes)
+    lines = [Line(folder, "actor", f"actor-{os.getpid()}-{i}", slots) for i in range(peers)]
+    poller = zmq.Poller()
+    for line in lines:
+        poller.register(line.socket, zmq.POLLIN)
+    by_socket = {line.socket: line for line in lines}
+    waiting: dict[Line, list[tuple[Lease, int]]] = {line: [] for line in lines}
+    size = sum(map(len, payload.frames)) + 256
+    started, sent = time.monotonic(), 0
+    while True:
+        busy = any(waiting.values())
+        for socket, _ in poller.poll(0 if busy and not rate else 20 if not busy else 1):
+            line = by_socket[socket]
+            while (message := line.take(block=False)) is not None:
+                if message[0] == Lease.KIND:
+                    lease = unpack_meta(message[1], Lease)
+                    line.send(Touch.KIND, pack_meta(Touch(lease.lease_id, lease.attempt)))
+                    waiting[line] += [(lease, index) for index in reversed(lease.indices)]
+        for line, samples in waiting.items():
+            for _ in range(64):
+                if not samples or not line.room(size) or (rate and sent > (time.monotonic() - started) * rate):
+                    break
+                lease, index = samples.pop()
+                if len(payload.frames) == 1:
+                    line.send(Samples.KIND, payload.meta(lease, index), payload.frames[0])
+                else:
+                    send_large(line, payload.meta(lease, index), payload.frames)
+                sent += 1
+            line.beat()
+
+
+def send_large(line: Line, meta: bytes, frames: list[bytes]) -> None:
+    """A sample whose arrays have a frame each."""
+    size = len(meta) + sum(map(len, frames))
+    line.sent += 1
+    line.sent_bytes += size
+    header = pack_fields(Samples.KIND, 0, 0, EPOCH, line.sent, size)
+    line.socket.send_multipart([header, meta, *frames], copy=False)
+
+
+def learner(folder: str, samples: int, report: Any) -> None:
+    """Takes groups until `samples` have come after a tenth of them; tells when it begins and ends to count."""
+    line = Line(folder, "learner", "learner", 0)
+    line.send(LearnerReady.KIND, pack_meta(LearnerReady(LINEAGE, None, 0, 0)))
+    phase = Phase("train", {"reverse": (0, 1.0)}, GROUPS_PER_STEP, SAMPLES_PER_GROUP)
+    line.send(Phase.KIND, pack_meta(phase))
+    line.send(Demand.KIND, pack_meta(Demand("train", 2 * GROUPS_PER_STEP)))
+    batch: list[int] = []
+    version = came = 0
+    warm, begun = max(samples // 10, GROUPS_PER_STEP * SAMPLES_PER_GROUP), 0.0
+    while True:
+        message = line.take(block=True)
+        assert message is not None
+        line.beat()
+        if message[0] != Group.KIND:
+            continue
+        came += SAMPLES_PER_GROUP
+        if not begun and came >= warm:
+            begun, first = time.perf_counter(), came
+            report("begin")
+        elif begun and came - first >= samples:
+            report(f"end {came - first} {time.perf_counter() - begun}")
+            sys.stdin.readline()
+            return
+        batch.append(_id(message[1]))
+        if len(batch) == GROUPS_PER_STEP:
+            line.send(Done.KIND, pack_meta(Done(version, batch, {}, True)))
+            version, batch = version + 1, []
+            line.send(Demand.KIND, pack_meta(Demand("train", GROUPS_PER_STEP)))
+
+
+class _Head(msgspec.Struct, array_like=True):
+    group_id: int
+
+
+_head = msgspec.msgpack.Decoder(_Head).decode
+
+
+def _id(meta: bytes) -> int:
+    return _head(meta).group_id
+
+
+if __name__ == "__main__":
+    role, folder, *rest = sys.argv[1:]
+    if role == "actors":
+        actors(folder, int(rest[0]), int(rest[1]), int(rest[2]), float(rest[3]))
+    else:
+        learner(folder, int(rest[0]), lambda text: print(text, flush=True))
