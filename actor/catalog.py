@@ -50,13 +50,14 @@ def load_domain(config: DomainConfig) -> Domain:
 async def check_domain(
     config: DomainConfig, domain: Domain, text: Text, grader: Grader, stops: tuple[int, ...]
 ) -> None:
-    """Score the domain's own demonstrations of a few tasks: DomainRefused unless each gets reward 1 and correct.
+    """Score the domain's own demonstrations of a few tasks (held-out ones where it is not trained): DomainRefused unless
+    each gets reward 1 and correct.
 
     A domain without demonstrations passes. `Failed("infra")` when the sandbox could not judge.
     """
     for seed in range(CHECKED_TASKS):
         try:
-            task = domain.tasks("train", config.level, seed)
+            task = domain.tasks("train" if config.train else "eval", config.level, seed)
             if domain.demonstration(task) is None:
                 return
             completion = demonstration(domain, config.name, task, text, stops)

@@ -33,6 +33,7 @@ from temper.common.errors import ConfigError, PeerLost
 from temper.common.log import log
 from temper.common.peer import Peer
 from temper.common.peer_daemon import PeerDaemon
+from temper.common.recipe_derived import domain_sampling
 from temper.common.schema import Bundle, Holding, JobDone, Lease, NeedBundle, Return, SampleRefused, Version, Welcome
 
 LOAD_LIMIT_S = 120.0  # a domain may take this long to import and to make itself
@@ -90,14 +91,14 @@ class ActorDaemon(PeerDaemon):
         await self.peer.send(NeedBundle())
         files = await self.wait_for("learner: model bundle", self._bundle, recipe.run.connect_timeout_s)
         text = Text(files)
-        stops = text.stop_ids(recipe.sampling.stop)
+        stops = {name: text.stop_ids(domain_sampling(recipe, own).stop) for name, own in by_name(recipe).items()}
         engine = self._engine = await make_engine(recipe, files, self._host.sglang)
         grader = self._grader = SandboxGrader(self.peer, recipe.sandbox)
         threads = self._threads = DomainThreads()
         self._versions = Versions(self._client, engine, self._on_commit)
         self.spawn(threads.watch(), "domain watch")
         for name in by_name(recipe):
-            self._domains[name] = self.spawn(self._load(name, text, stops), f"load {name}")
+            self._domains[name] = self.spawn(self._load(name, text, stops[name]), f"load {name}")
         self._serving = Serving(
             Parts(
                 self.peer,

@@ -22,6 +22,7 @@ from temper.actor.text import Text
 from temper.common.config import Recipe
 from temper.common.domains import Completion, Domain, Grader, Score, Split, Task, derive_seed
 from temper.common.errors import EngineError, TemperError
+from temper.common.recipe_derived import domain_sampling
 from temper.common.schema import FinishReason, Lease, Outcome, SampleMeta, SandboxJob, Verdict
 
 SCORE_TIMEOUT_S = 30.0  # a domain's own time for one score; waiting for sandbox verdicts is not counted
@@ -114,15 +115,17 @@ def lease_name(lease_id: int) -> str:
 
 
 def sampling_params(lease: Lease, text: Text, recipe: Recipe) -> SamplingParams:
-    """The lane's sampling, without seed. The eval lane has its own temperature and top-p and no other truncation."""
+    """The domain's sampling in this lane, without seed. The eval lane has its own temperature and top-p and no other
+    truncation."""
     s, eval_lane = recipe.sampling, lease.lane == "eval"
+    own = domain_sampling(recipe, next((d for d in recipe.domains if d.name == lease.domain), None))
     params = SamplingParams(
-        temperature=recipe.eval.temperature if eval_lane else s.temperature,
+        temperature=own.eval_temperature if eval_lane else s.temperature,
         top_p=recipe.eval.top_p if eval_lane else s.top_p,
         top_k=0 if eval_lane else s.top_k,
         min_p=0.0 if eval_lane else s.min_p,
-        max_new_tokens=s.max_new_tokens,
-        stop_token_ids=text.stop_ids(s.stop),
+        max_new_tokens=own.max_new_tokens,
+        stop_token_ids=text.stop_ids(own.stop),
     )
     return replace(params, want_support=params.truncates and not eval_lane)
 

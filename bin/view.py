@@ -146,7 +146,10 @@ def facts(picture: Picture) -> list[tuple[str, str]]:
         likelihood = "" if picture.warm.likelihood is None else f", likelihood {picture.warm.likelihood:.2f}"
         rows.append(("warm start", f"version {picture.warm.version}{likelihood}"))
     rows.append(("reward", _by_domain(picture.mean(step.reward for step in picture.steps))))
-    rows += [(f"eval {when}", _by_domain(line.accuracy)) for when, line in list(picture.evals.items())[-3:]]
+    for when, line in list(picture.evals.items())[-3:]:
+        rows.append((f"eval {when}", _by_domain({k: v for k, v in line.accuracy.items() if k not in line.floors})))
+        if line.floors:
+            rows.append((f"floor {when}", _by_domain({name: line.accuracy.get(name) for name in line.floors})))
     rows.append(
         ("tokens/s", f"sampled {rate(picture.rates.of('sampled'))}, trained {rate(picture.rates.of('trained'))}")
     )

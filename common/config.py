@@ -16,7 +16,7 @@ from typing import Any, Literal
 class Run:
     name: str = "run"  # shown in logs and used for the run directory
     seed: int = 0  # every task, sample and initial weight derives from it
-    max_steps: int = 100  # RL steps (warm-start steps are not counted)
+    max_steps: int = 100  # RL steps (warm-start steps are not counted); 0 = none: the model is evaluated once
     deterministic: bool = (
         False  # one actor, embedded engine, fixed decode batch shape, one thread, groups in lease order
     )
@@ -194,6 +194,12 @@ class DomainConfig:
     warm_start_share: float = 1.0  # share of the warm start's demonstrations, relative; 0 = none
     train: bool = True  # false: only evaluated
     options: Mapping[str, Any] = field(default_factory=dict)  # handed to the domain's make()
+    floor: bool = False  # measured before and after the run only, and left out of mean accuracies (needs train = false)
+    max_new_tokens: int = 0  # longest completion of this domain; 0 = sampling.max_new_tokens
+    stop: tuple[str, ...] | None = None  # instead of sampling.stop; an empty list: only the end of sequence
+    eval_tasks: int = 0  # held-out tasks of this domain; 0 = eval.tasks_per_domain
+    eval_samples: int = 0  # samples of each held-out task; 0 = eval.samples_per_task
+    eval_temperature: float | None = None  # of this domain in the eval lane, 0 = greedy; None = eval.temperature
 
 
 @dataclass(frozen=True, slots=True)

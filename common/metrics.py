@@ -159,6 +159,9 @@ LEARNER_EVAL = declare("learner/eval/*", "share", "gauge", "Held-out accuracy of
 LEARNER_EVAL_PASS = declare(
     "learner/eval_pass/*", "share", "gauge", "Held-out share of a domain's tasks with at least one correct sample."
 )
+LEARNER_FLOOR = declare(
+    "learner/floor/*", "share", "gauge", "Accuracy of a domain that is only measured before and after a run."
+)
 LEARNER_SHARE = declare("learner/curriculum/*", "share", "gauge", "Share of the groups that a domain gets.")
 LEARNER_LAG_MEAN = declare(
     "learner/lag/mean_versions", "versions", "gauge", "Mean over trained tokens of step version - sampling version."

@@ -18,7 +18,7 @@ Rule = tuple[Callable[[Recipe], bool], Callable[[Recipe], str]]
 # Smallest allowed value of each number; "+" in front: strictly above it. Keys that may hold anything are absent.
 RANGES: dict[str, str] = {
     "run.seed": ">=0",
-    "run.max_steps": ">=1",
+    "run.max_steps": ">=0",
     "run.checkpoint_every_steps": ">=0",
     "run.checkpoints_kept": ">=1",
     "run.connect_timeout_s": ">0",
@@ -101,7 +101,14 @@ RANGES: dict[str, str] = {
     "daemons.evaluators": ">=0",
     "daemons.threads_per_process": ">=1",
 }
-DOMAIN_RANGES = {"share": ">0", "level": ">=0"}
+DOMAIN_RANGES = {
+    "share": ">0",
+    "level": ">=0",
+    "max_new_tokens": ">=0",
+    "eval_tasks": ">=0",
+    "eval_samples": ">=0",
+    "eval_temperature": ">=0",
+}
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -187,8 +194,8 @@ CROSS: list[Rule] = [
         lambda r: "the recipe has no [[domains]]: a run needs at least one, with name and module",
     ),
     (
-        lambda r: bool(r.domains) and not any(d.train for d in r.domains),
-        lambda r: "every domain has train = false: at least one must be trained",
+        lambda r: bool(r.domains) and r.run.max_steps > 0 and not any(d.train for d in r.domains),
+        lambda r: "every domain has train = false: at least one must be trained (or run.max_steps = 0: only evaluated)",
     ),
     (
         lambda r: r.pacing.max_token_lag < r.pacing.max_staleness,
@@ -286,6 +293,28 @@ CROSS: list[Rule] = [
     ),
 ]
 
+DomainRule = tuple[Callable[[Recipe, DomainConfig], bool], Callable[[Recipe, DomainConfig], str]]
+_DOMAIN_RULES: list[DomainRule] = [
+    (
+        lambda r, d: d.floor and d.train,
+        lambda r, d: ".floor = true needs train = false: what is trained on is no floor",
+    ),
+    (
+        lambda r, d: d.max_new_tokens >= r.model.max_length_tokens,
+        lambda r, d: (
+            f".max_new_tokens = {d.max_new_tokens} leaves no room for a prompt in model.max_length_tokens = "
+            f"{r.model.max_length_tokens}"
+        ),
+    ),
+    (
+        lambda r, d: d.train and d.max_new_tokens > r.sampling.max_new_tokens,
+        lambda r, d: (
+            f".max_new_tokens = {d.max_new_tokens} is above sampling.max_new_tokens = {r.sampling.max_new_tokens}, "
+            "the longest completion of any trained domain; raise that one, or set train = false"
+        ),
+    ),
+]
+
 
 def check(recipe: Recipe, source: str) -> None:
     """ConfigError for the first value out of range or combination that cannot work; names `source` and the key."""
@@ -333,6 +362,10 @@ def _check_domains(recipe: Recipe, source: str) -> None:
             )
         for key, bounds in DOMAIN_RANGES.items():
             _in_range(f"domains.{domain.name}.{key}", getattr(domain, key), bounds, source)
+        _finite(f"domains.{domain.name}", domain, source)
+        for wrong, text in _DOMAIN_RULES:
+            if wrong(recipe, domain):
+                raise ConfigError(f"{source}: domains.{domain.name}{text(recipe, domain)}")
 
 
 def _finite(section: str, table: object, source: str) -> None:

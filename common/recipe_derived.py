@@ -2,7 +2,33 @@
 
 from __future__ import annotations
 
-from temper.common.config import Recipe
+from dataclasses import dataclass
+
+from temper.common.config import DomainConfig, Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class DomainSampling:
+    """How a domain is sampled: its own keys where it has them, else the recipe's."""
+
+    stop: tuple[str, ...]
+    max_new_tokens: int
+    eval_tasks: int
+    eval_samples: int
+    eval_temperature: float
+
+
+def domain_sampling(recipe: Recipe, domain: DomainConfig | None) -> DomainSampling:
+    """The sampling of a domain; of None the recipe's own."""
+    own = domain or DomainConfig("", "")
+    temperature = recipe.eval.temperature if own.eval_temperature is None else own.eval_temperature
+    return DomainSampling(
+        stop=recipe.sampling.stop if own.stop is None else own.stop,
+        max_new_tokens=own.max_new_tokens or recipe.sampling.max_new_tokens,
+        eval_tasks=own.eval_tasks or recipe.eval.tasks_per_domain,
+        eval_samples=own.eval_samples or recipe.eval.samples_per_task,
+        eval_temperature=temperature,
+    )
 
 
 def capacity_groups(recipe: Recipe) -> int:
@@ -20,6 +46,7 @@ def derived_table(recipe: Recipe) -> list[tuple[str, str, str]]:
     pacing, run = recipe.pacing, recipe.run
     samples = pacing.groups_per_step * pacing.samples_per_group
     new_tokens = recipe.sampling.max_new_tokens
+    evaluated = [domain_sampling(recipe, domain) for domain in recipe.domains]
     shares = sum(domain.share for domain in recipe.domains if domain.train)
     asynchronous = pacing.max_staleness > 0
     order = pacing.batch_order if asynchronous else "lease"
@@ -54,14 +81,14 @@ def derived_table(recipe: Recipe) -> list[tuple[str, str, str]]:
         ("void groups in a row that end the run", f"{max_void_in_a_row(recipe):,}", "max_void_in_a_row"),
         (
             "held-out samples per evaluation",
-            f"{len(recipe.domains) * recipe.eval.tasks_per_domain * recipe.eval.samples_per_task:,}",
-            "domains * tasks_per_domain * samples_per_task",
+            f"{sum(own.eval_tasks * own.eval_samples for own in evaluated):,}",
+            "sum over domains of tasks * samples_per_task",
         ),
     ]
     rows += [
         (
             f"share of {domain.name}",
-            f"{domain.share / shares:.0%}" if domain.train else "evaluated only",
+            f"{domain.share / shares:.0%}" if domain.train else "a floor" if domain.floor else "evaluated only",
             "share / all shares",
         )
         for domain in recipe.domains

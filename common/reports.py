@@ -5,6 +5,7 @@ disk and on the wire. Every field has a default and unknown fields are ignored, 
 
 - `RunStatus`: answer to a StatusRequest, written by the broker.
 - `Progress`: one line of RUN/progress.jsonl, appended by the learner.
+- `Evaluated`: one line of RUN/evaluations.jsonl: every task of a finished evaluation, appended by the learner.
 - `Summary`: RUN/summary.json, written by the learner at the end and completed by `temper run`.
 """
 
@@ -19,6 +20,7 @@ from msgspec import field
 from temper.common.errors import ProtocolError
 
 PROGRESS_FILE = "progress.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
 SUMMARY_FILE = "summary.json"
 RECIPE_FILE = "recipe.json"
 
@@ -87,12 +89,35 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     wait_s: float = 0.0  # waiting for groups before it
     when: Literal["", "before", "step", "after"] = ""  # evaluations only
     reason: str = ""  # why an accuracy is null
+    floors: list[str] = field(default_factory=list)  # domains of `accuracy` that belong to no mean
+
+
+class TaskResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One held-out task: of `samples` judged ones `correct` were right. Tokens and truncation count every sample."""
+
+    task: int  # its number within the domain's held-out tasks
+    samples: int = 0
+    correct: int = 0
+    tokens: int = 0  # generated, over all samples
+    truncated: int = 0  # samples that ended at the length limit
+    unscored: int = 0  # samples without a verdict (infrastructure)
+    void: str = ""  # why the task was given up
+
+
+class Evaluated(msgspec.Struct, frozen=True):
+    """A finished evaluation, task by task; domains whose tasks are not all there are incomplete."""
+
+    version: int
+    step: int
+    when: str
+    expected: dict[str, int]  # domain -> tasks asked for
+    domains: dict[str, list[TaskResult]]
 
 
 class DomainSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One domain's row of the summary; null accuracies have their reason."""
 
-    status: Literal["trained", "evaluated", "unavailable"] = "trained"
+    status: Literal["trained", "evaluated", "floor", "unavailable"] = "trained"
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     tasks: int = 0  # held-out tasks evaluated
@@ -106,7 +131,7 @@ class DomainSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended. Accuracies over all domains are means of the domains' accuracies."""
+    """How a run ended. Accuracies over all domains are means of the domains' accuracies, floors left out."""
 
     name: str = ""
     run_dir: str = ""

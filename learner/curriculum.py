@@ -25,6 +25,11 @@ class Curriculum:
         self.mixed: dict[str, float] = {}  # running share of groups with both right and wrong samples
         self.groups: dict[str, int] = {}  # groups seen
 
+    @property
+    def floors(self) -> frozenset[str]:
+        """Domains that are only measured, at the ends, and belong to no mean."""
+        return frozenset(name for name, domain in self.domains.items() if domain.floor)
+
     def shares(self, lane: Literal["demo", "train"]) -> dict[str, tuple[int, float]]:
         """domain -> (level, share); ConfigError when no domain takes part."""
         key = "share" if lane == "train" else "warm_start_share"

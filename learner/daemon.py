@@ -22,6 +22,7 @@ from temper.common.errors import EnvironmentFault, PeerLost, ProtocolError, RunF
 from temper.common.log import log
 from temper.common.peer import Peer
 from temper.common.peer_daemon import PeerDaemon
+from temper.common.recipe_derived import domain_sampling
 from temper.common.schema import (
     Covered,
     Demand,
@@ -211,6 +212,11 @@ class LearnerDaemon(PeerDaemon):
         """Where checkpoints lie."""
         return self.records.run_dir / "checkpoints"
 
+    @property
+    def _trains(self) -> bool:
+        """False for a run that only evaluates: it has nothing to save."""
+        return self.recipe.run.max_steps > 0 or self.session.ordinal > 0
+
     async def off_loop(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run `work` in the training thread; one thing at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -264,7 +270,8 @@ class LearnerDaemon(PeerDaemon):
                 await self.peer.send(RunOver(reason, code))
             except Drained:
                 reason = f"interrupted after {self.session.steps_done} steps"
-                await self._save()
+                if self._trains:
+                    await self._save()
             await self.peer.flush(self.recipe.run.drain_timeout_s)
             self._summarise(code, reason)
         finally:
@@ -308,7 +315,8 @@ class LearnerDaemon(PeerDaemon):
         begun = session.steps_done == 0 and "before" not in session.evaluations
         if begun:
             self._evaluate("before")
-        self._enter("train", recipe.pacing.groups_per_step, recipe.pacing.samples_per_group)
+        if recipe.run.max_steps > 0:
+            self._enter("train", recipe.pacing.groups_per_step, recipe.pacing.samples_per_group)
         every = recipe.run.checkpoint_every_steps
         while session.steps_done < recipe.run.max_steps:
             await self._step()
@@ -414,15 +422,22 @@ class LearnerDaemon(PeerDaemon):
 
     def _evaluate(self, when: When) -> None:
         """Ask for an evaluation of the present version; training goes on."""
-        session, config = self.session, self.recipe.eval
-        tasks = [(name, domain.level, config.tasks_per_domain) for name, domain in session.curriculum.domains.items()]
-        expected = {name: count for name, _, count in tasks if count > 0}
+        session, recipe = self.session, self.recipe
+        expected: dict[str, int] = {}
+        by_samples: dict[int, list[tuple[str, int, int]]] = {}
+        for name, domain in session.curriculum.domains.items():
+            if domain.floor and when == "step":
+                continue
+            own = domain_sampling(recipe, domain)
+            expected[name] = own.eval_tasks
+            by_samples.setdefault(own.eval_samples, []).append((name, domain.level, own.eval_tasks))
         if not expected:
             return
-        deadline = time.monotonic() + config.timeout_s
+        deadline = time.monotonic() + recipe.eval.timeout_s
         self.evaluations.append(Evaluation(session.ordinal, session.steps_done, when, expected, deadline))
-        self._requests += 1
-        self.peer.post(Evaluate(session.ordinal, tasks, config.samples_per_task, self._requests))
+        for samples, tasks in by_samples.items():
+            self._requests += 1
+            self.peer.post(Evaluate(session.ordinal, tasks, samples, self._requests))
 
     def _reap(self) -> None:
         """Record evaluations that are complete or out of time."""
@@ -436,11 +451,14 @@ class LearnerDaemon(PeerDaemon):
         results = evaluation.results()
         if evaluation.when != "step":
             self.session.evaluations[evaluation.when] = results
-        self.records.evaluation(evaluation, results)
+        self.records.evaluation(evaluation, results, self.session.curriculum.floors)
         values: dict[str, float] = {}
+        floors = self.session.curriculum.floors
         for domain, result in results.items():
             if result.accuracy is not None and result.solved is not None:
-                values[member(names.LEARNER_EVAL, domain)] = result.accuracy
+                values[member(names.LEARNER_FLOOR if domain in floors else names.LEARNER_EVAL, domain)] = (
+                    result.accuracy
+                )
                 values[member(names.LEARNER_EVAL_PASS, domain)] = result.solved
         self.board.scalars(values, evaluation.step)
         shown = ", ".join(
@@ -448,7 +466,8 @@ class LearnerDaemon(PeerDaemon):
             for domain, result in results.items()
         )
         log(f"evaluation of version {evaluation.version} ({evaluation.when}, step {evaluation.step}): {shown}")
-        for alarm in self.session.oversight.evaluation({domain: r.accuracy for domain, r in results.items()}):
+        watched = {domain: result.accuracy for domain, result in results.items() if domain not in floors}
+        for alarm in self.session.oversight.evaluation(watched):
             log(f"ALARM {alarm}")
 
     # ------------------------------------------------------------ the end
@@ -471,7 +490,8 @@ class LearnerDaemon(PeerDaemon):
         self._enter("eval", 0, 0, "all steps are done")
         if self.recipe.run.max_steps > 0:
             self._evaluate("after")
-        await self._save()
+        if self._trains:
+            await self._save()
         if self.evaluations:
             self.progress("evaluating the last version")
         self._reap()

@@ -6,25 +6,15 @@ evaluation would favour short answers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from temper.common.estimators import wilson
+from temper.common.reports import TaskResult
 from temper.learner.inbox import GroupData
 
 When = Literal["before", "step", "after"]
-Z95 = 1.959963984540054
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95 % Wilson interval of a share of `count` independent tasks."""
-    if count == 0:
-        return 0.0, 1.0
-    z2 = Z95 * Z95
-    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
-    half = Z95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count * count))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +55,32 @@ class Evaluation:
         """Per domain; a domain whose tasks are not all there has no accuracy."""
         return {domain: self._result(domain, count) for domain, count in self.expected.items()}
 
+    def tasks(self) -> dict[str, list[TaskResult]]:
+        """Per domain what became of each answered task, in order."""
+        return {
+            domain: sorted((task_result(g) for g in self.groups.get(domain, {}).values()), key=lambda row: row.task)
+            for domain in self.expected
+        }
+
     def _result(self, domain: str, count: int) -> DomainResult:
         found = list(self.groups.get(domain, {}).values())
         if len(found) < count:
             return DomainResult(tasks=len(found), reason=f"{len(found)} of {count} tasks were answered in time")
         return score(found)
+
+
+def task_result(group: GroupData) -> TaskResult:
+    """One answered task in numbers."""
+    verdicts = [sample.correct for sample in group.samples if sample.correct is not None]
+    return TaskResult(
+        task=group.task_seed,
+        samples=len(verdicts),
+        correct=sum(verdicts),
+        tokens=sum(sample.generated for sample in group.samples),
+        truncated=sum(sample.finish_reason == "length" for sample in group.samples),
+        unscored=len(group.samples) - len(verdicts),
+        void=group.void or "",
+    )
 
 
 def score(groups: Sequence[GroupData]) -> DomainResult:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from io import FileIO
 from pathlib import Path
 
+from msgspec import Struct
 from temper.common import metrics as names
 from temper.common.errors import EnvironmentFault
-from temper.common.reports import PROGRESS_FILE, DomainSummary, Progress, Summary, encode, write_summary
+from temper.common.reports import (
+    EVALUATIONS_FILE,
+    PROGRESS_FILE,
+    DomainSummary,
+    Evaluated,
+    Progress,
+    Summary,
+    encode,
+    write_summary,
+)
 from temper.learner.evaluation import DomainResult, Evaluation, mean_accuracy
 from temper.learner.session import Session
 from temper.learner.step import StepReport
@@ -24,6 +35,7 @@ class Records:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._file = (run_dir / PROGRESS_FILE).open("ab", buffering=0)
+            self._evaluations = (run_dir / EVALUATIONS_FILE).open("ab", buffering=0)
         except OSError as error:
             raise EnvironmentFault(
                 f"cannot write in the run directory {run_dir}: {error.strerror or error}; choose another with --run DIR"
@@ -65,8 +77,14 @@ class Records:
             )
         )
 
-    def evaluation(self, evaluation: Evaluation, results: Mapping[str, DomainResult]) -> None:
-        """A finished (or given up) evaluation."""
+    def evaluation(
+        self, evaluation: Evaluation, results: Mapping[str, DomainResult], floors: Collection[str] = ()
+    ) -> None:
+        """A finished (or given up) evaluation: its means as progress, every task in a file of its own."""
+        tasks = Evaluated(
+            evaluation.version, evaluation.step, evaluation.when, dict(evaluation.expected), evaluation.tasks()
+        )
+        self._append(tasks, self._evaluations)
         self._append(
             Progress(
                 kind="eval",
@@ -75,6 +93,7 @@ class Records:
                 version=evaluation.version,
                 accuracy={domain: result.accuracy for domain, result in results.items()},
                 when=evaluation.when,
+                floors=sorted(domain for domain in results if domain in floors),
                 reason="; ".join(f"{domain}: {result.reason}" for domain, result in results.items() if result.reason),
             )
         )
@@ -87,19 +106,21 @@ class Records:
 
     def close(self) -> None:
         """Sync and close."""
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+        for file in (self._file, self._evaluations):
+            if not file.closed:
+                os.fsync(file.fileno())
+                file.close()
 
     def _now(self) -> float:
         return round(time.monotonic() - self.started, 3)
 
-    def _append(self, line: Progress) -> None:
+    def _append(self, line: Struct, file: FileIO | None = None) -> None:
+        file = file or self._file
         try:
-            self._file.write(encode(line) + b"\n")
+            file.write(encode(line) + b"\n")
         except OSError as error:
             raise EnvironmentFault(
-                f"cannot write {self.run_dir / PROGRESS_FILE}: {error.strerror or error}; free space there"
+                f"cannot write {file.name!s}: {error.strerror or error}; free space there"
             ) from error
 
 
@@ -109,7 +130,7 @@ def _by_domain(report: StepReport, prefix: str) -> dict[str, float]:
 
 
 def _domain(session: Session, name: str, exit_reason: str) -> DomainSummary:
-    trains = session.curriculum.domains[name].train
+    config = session.curriculum.domains[name]
     before, after = (session.evaluations.get(when, {}).get(name) for when in ("before", "after"))
     reasons = [
         f"{when}: {result.reason if result is not None else missing}"
@@ -122,7 +143,7 @@ def _domain(session: Session, name: str, exit_reason: str) -> DomainSummary:
     none = DomainResult()
     last = after or before or none
     return DomainSummary(
-        status="trained" if trains else "evaluated",
+        status="trained" if config.train else "floor" if config.floor else "evaluated",
         accuracy_before=(before or none).accuracy,
         accuracy_after=(after or none).accuracy,
         tasks=last.tasks,
@@ -148,6 +169,11 @@ def summarise(
     """How the run ended, from the learner's own counts."""
     totals = session.totals
     trained = totals.samples["trained"]
+    floors = session.curriculum.floors
+    before, after = (
+        mean_accuracy({k: v for k, v in session.evaluations.get(when, {}).items() if k not in floors})
+        for when in ("before", "after")
+    )
     return Summary(
         name=session.recipe.run.name,
         run_dir=str(run_dir),
@@ -155,8 +181,8 @@ def summarise(
         exit_reason=exit_reason,
         steps=session.steps_done,
         warm_start_steps=session.trainer.warm_steps_done,
-        accuracy_before=mean_accuracy(session.evaluations.get("before", {})),
-        accuracy_after=mean_accuracy(session.evaluations.get("after", {})),
+        accuracy_before=before,
+        accuracy_after=after,
         domains={name: _domain(session, name, exit_reason) for name in session.curriculum.domains},
         wall_s=round(wall_s, 1),
         tokens_sampled=totals.tokens_sampled,

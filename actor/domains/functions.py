@@ -2,7 +2,8 @@
 
 Train and eval use *different wordings and shapes* (disjoint templates), so that the held-out accuracy is generalisation.
 The completion's first line becomes the body of a function that runs in a jail on eight values; its output is compared
-outside. Options: `style` (``raw`` or ``chat``), `largest` (constants 2..largest).
+outside. Options: `style` (``raw``: the comment and the beginning of the function; ``few_shot``: solved training ones before
+it; ``chat``: asked for through the model's template), `shots` (of few_shot), `largest` (constants 2..largest).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from temper.common.schema import SandboxJob, TestCase
 
 VALUES = (0, 1, 2, 3, 7, 10, -1, -4)
 STDIN = "".join(f"{value}\n" for value in VALUES).encode()
+STYLES = ("raw", "few_shot", "chat")
+HEAD = "# f(x) returns {wording}\ndef f(x): return"
 HARNESS = "import sys\ndef f(x): return {body}\nfor line in sys.stdin:\n    print(f(int(line)))\n"
 
 
@@ -61,13 +64,16 @@ TEMPLATES: dict[Split, tuple[Template, ...]] = {"train": TRAIN, "eval": EVAL}
 class Functions(SingleTurn):
     """The reward is 1 when the function prints the right value for all eight inputs, else 0."""
 
-    def __init__(self, style: str, largest: int) -> None:
-        if style not in ("raw", "chat"):
-            raise ConfigError(f"functions: style {style!r}, expected raw or chat")
+    def __init__(self, style: str, largest: int, shots: int | None = None) -> None:
+        if style not in STYLES:
+            raise ConfigError(f"functions: style {style!r}, expected one of {', '.join(STYLES)}")
+        if shots is not None and (style != "few_shot" or not 1 <= shots <= len(TRAIN)):
+            raise ConfigError(f"functions: shots {shots} with style {style}, expected 1..{len(TRAIN)} with few_shot")
         if not 3 <= largest <= 999:
             raise ConfigError(f"functions: largest {largest} is outside 3..999")
         self.style = style
         self.largest = largest
+        self.solved = self._solved(shots or 3) if style == "few_shot" else ""
 
     def tasks(self, split: Split, level: int, seed: int) -> Task:
         """A template of `split` with a constant."""
@@ -96,15 +102,22 @@ class Functions(SingleTurn):
         return f" {template.answer.format(a=constant)}\n"
 
     def _prompt(self, wording: str) -> str | list[Message]:
-        source = f"# f(x) returns {wording}\ndef f(x): return"
-        if self.style == "raw":
-            return source
+        source = HEAD.format(wording=wording)
+        if self.style != "chat":
+            return self.solved + source
         return [
             {
                 "role": "user",
                 "content": f"Complete this Python function on one line. Write only what follows.\n{source}",
             }
         ]
+
+    def _solved(self, shots: int) -> str:
+        """Solved training functions of different wordings, one after the other."""
+        pool = task_pool("train", self.largest)
+        first = {template.wording: (template, constant) for template, constant in reversed(pool)}
+        chosen = list(first.values())[::-1][:shots]
+        return "".join(f"{HEAD.format(wording=t.wording.format(a=a))} {t.answer.format(a=a)}\n\n" for t, a in chosen)
 
 
 def program(body: str, template: Template, constant: int) -> SandboxJob:
@@ -124,4 +137,5 @@ def task_pool(split: Split, largest: int) -> list[tuple[Template, int]]:
 
 def make(options: Mapping[str, Any]) -> Functions:
     """The domain from the recipe's options."""
-    return Functions(str(options.get("style", "raw")), int(options.get("largest", 20)))
+    shots = int(options["shots"]) if "shots" in options else None
+    return Functions(str(options.get("style", "raw")), int(options.get("largest", 20)), shots)

@@ -94,7 +94,14 @@ def test_a_run_from_warm_start_to_summary(tmp_path):
         "learner/reward/toy",
         "learner/lag/mean_versions",
         "learner/eval/toy",
+        "learner/eval_pass/toy",
         "learner/policy/entropy_nats",
+        "learner/engine/logprob_gap_nats",
+        "learner/groups/trained",
+        "learner/groups/zero_variance",
+        "learner/collapse/mixed_share",
+        "learner/collapse/pass_share",
+        "learner/accuracy/toy",
     } <= tags
     assert [event.step for event in board.Scalars("learner/optimizer/gradient_norm")] == [1, 2, 3, 4]
 

@@ -13,10 +13,11 @@ from temper.common import reports
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 SHORT = (
-    "--run.max_steps=2",
+    "--run.max_steps=3",
     "--pacing.groups_per_step=8",
     "--pacing.samples_per_group=4",
     "--eval.tasks_per_domain=2",
+    "--domains.humaneval.eval_tasks=2",
 )
 
 
@@ -33,12 +34,20 @@ def test_the_shipped_model_trains_on_every_domain(tmp_path: Path, audit: Any) ->
     assert done.returncode == 0, f"{done.stderr[-3000:]}\n{logs}"
     summary = reports.read_summary(run_dir)
     assert summary is not None
-    assert summary.steps == 2
-    assert set(summary.domains) == {"addition", "letter_counting", "gcd", "syllogism", "arithmetic", "functions"}
+    assert summary.steps == 3
+    trained = {"addition", "letter_counting", "gcd", "syllogism", "arithmetic", "functions"}
+    assert {name: row.status for name, row in summary.domains.items()} == {
+        **dict.fromkeys(trained, "trained"),
+        "humaneval": "floor",
+    }
     assert all(row.accuracy_after is not None for row in summary.domains.values()), summary.domains
-    assert audit(run_dir)["trained"] == 2 * 8
-    steps = [line for line in reports_of(run_dir) if line.kind == "step"]
-    assert all(line.loss is not None for line in steps)
+    means = [row.accuracy_after for name, row in summary.domains.items() if name in trained]
+    assert summary.accuracy_after == pytest.approx(sum(means) / len(means)), "the floor is in the mean"
+    assert (summary.domains["humaneval"].eval_samples, summary.domains["humaneval"].samples) == (2, 0)
+    assert audit(run_dir)["trained"] == 3 * 8
+    lines = reports_of(run_dir)
+    assert all(line.loss is not None for line in lines if line.kind == "step")
+    assert [line.floors for line in lines if line.kind == "eval"] == [["humaneval"]] * 2
 
 
 def reports_of(run_dir: Path) -> list[reports.Progress]:

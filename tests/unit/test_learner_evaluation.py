@@ -4,7 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from temper.learner.evaluation import DomainResult, Evaluation, from_plain, mean_accuracy, score, to_plain, wilson
+from temper.common.estimators import wilson
+from temper.common.reports import TaskResult
+from temper.learner.evaluation import DomainResult, Evaluation, from_plain, mean_accuracy, score, to_plain
 from temper.learner.inbox import GroupData, SampleData
 
 
@@ -57,3 +59,12 @@ def test_no_results_have_no_mean():
     assert (
         mean_accuracy({"a": DomainResult(accuracy=0.5), "b": dataclasses.replace(DomainResult(), accuracy=1.0)}) == 0.75
     )
+
+
+def test_every_task_is_kept_in_numbers_void_ones_with_their_reason():
+    evaluation = Evaluation(3, 0, "before", {"a": 3}, deadline_at=0.0)
+    evaluation.add(group(7, [True, None, False]))
+    evaluation.add(group(2, [], void="quarantined"))
+    first, second = evaluation.tasks()["a"]
+    assert first == TaskResult(2, void="quarantined")
+    assert (second.task, second.samples, second.correct, second.unscored, second.truncated) == (7, 2, 1, 1, 0)

@@ -163,6 +163,24 @@ def test_groups_without_variance_have_no_gradient_and_are_not_computed():
     assert report.metrics["learner/groups/zero_variance"][0] == 4 and report.trained == [0, 1, 2, 3]
 
 
+def test_the_head_sees_completion_tokens_alone(monkeypatch):
+    from temper.learner import policy
+
+    rows = []
+    head = policy.linear_logprob
+
+    def counting(hidden, *arguments, **keywords):
+        rows.append(len(hidden))
+        return head(hidden, *arguments, **keywords)
+
+    monkeypatch.setattr(policy, "linear_logprob", counting)
+    found = groups()
+    Trainer(model(), RECIPE, 10).train_step(found, 0)
+    sampled = sum(sample.generated for group in found for sample in group.samples)
+    everything = sum(len(sample.tokens) for group in found for sample in group.samples)
+    assert sum(rows) == sampled < everything
+
+
 def test_dynamic_sampling_leaves_such_groups_out_with_the_reason():
     recipe = change(pacing={"dynamic_sampling": True})
     batch = groups()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from temper.common import recipe as recipes
 from temper.common.config import DomainConfig, Pacing, Recipe
 from temper.common.errors import ConfigError
 from temper.common.recipe_checks import DOMAIN_INERT, DOMAIN_RANGES, INERT, RANGES
-from temper.common.recipe_derived import capacity_groups, derived_table
+from temper.common.recipe_derived import DomainSampling, capacity_groups, derived_table, domain_sampling
 
 MINIMAL = """
 [model]
@@ -211,6 +212,32 @@ def test_split_overrides() -> None:
         ["--run.seed=1"],
         ["demo", "--json", "--run", "x.y"],
     )
+
+
+def test_a_floor_is_measured_and_never_trained(write: typing.Callable[[str], str]) -> None:
+    text = '[model]\nvocabulary = "abc"\n[[domains]]\nname = "d"\nmodule = "m"\n[[domains]]\nname = "f"\nmodule = "m"\n'
+    own = "train = false\nfloor = true\nmax_new_tokens = 20\nstop = []\neval_tasks = 164\neval_samples = 1\n"
+    recipe = recipes.load(write(text + own))
+    sampling = domain_sampling(recipe, recipe.domains[1])
+    assert sampling == DomainSampling((), 20, 164, 1, recipe.eval.temperature)
+    assert domain_sampling(recipe, recipe.domains[0]) == domain_sampling(recipe, None)
+    for keys, words in [
+        ("floor = true\n", "floor = true needs train = false"),
+        ("max_new_tokens = 31\n", "above sampling.max_new_tokens"),
+        ("train = false\nmax_new_tokens = 32\n", "no room for a prompt"),
+        ("eval_temperature = -1\n", "eval_temperature = -1, expected >= 0"),
+        ("eval_temperature = inf\n", "expected a finite number"),
+        ("train = false\nshare = 2\n", "share has no effect"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            recipes.load(write(text + keys))
+
+
+def test_without_steps_a_recipe_needs_nothing_to_train(write: typing.Callable[[str], str]) -> None:
+    text = '[model]\nvocabulary = "abc"\n[[domains]]\nname = "d"\nmodule = "m"\ntrain = false\n'
+    with pytest.raises(ConfigError, match="every domain has train = false"):
+        recipes.load(write(text))
+    assert recipes.load(write(text), ["--run.max_steps=0"]).run.max_steps == 0
 
 
 def test_derived_table_multiplies_the_batch_sizes() -> None:
