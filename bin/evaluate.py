@@ -142,7 +142,7 @@ def derived(recipe: Recipe, samples: int | None, tasks: int | None) -> tuple[Rec
         sampled = replace(domain, eval_samples=samples or own.eval_samples, eval_tasks=tasks or own.eval_tasks)
         twin = replace(sampled, name=greedy[domain.name], eval_samples=1, eval_temperature=0.0)
         domains += [sampled, twin]
-    daemons = replace(recipe.daemons, actors=0, evaluators=max(1, recipe.daemons.evaluators))
+    daemons = replace(recipe.daemons, evaluators=max(1, recipe.daemons.evaluators))
     made = replace(
         recipe,
         run=replace(recipe.run, max_steps=0),
@@ -195,7 +195,8 @@ def execute(planned: Plan, run_dir: Path) -> tuple[Evaluated | None, Ending]:
         with rundir.locked(run_dir, address):
             write_atomically(run_dir / RECIPE_FILE, recipes.to_json(recipe).encode())
             shown = display(planned.tasks)
-            specs = commands(recipe, run_dir, address, resume=False, host_file=planned.host_file)
+            every = commands(recipe, run_dir, address, resume=False, host_file=planned.host_file)
+            specs = [spec for spec in every if spec.role != "actor"]
             policy = Policy([(spec.name, spec.role) for spec in specs], recipe.run.drain_timeout_s + DRAIN_MARGIN_S)
             picture = Picture("evaluate", 0, str(run_dir))
             threads = recipe.daemons.threads_per_process
