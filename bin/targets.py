@@ -85,8 +85,7 @@ def _bundle(run_dir: Path) -> None:
 def _checkpoint(folder: Path) -> Target:
     run_dir = folder.parent.parent
     _bundle(run_dir)
-    state = _state(folder)
-    version, done = int(state["version"]), int(state["trainer"]["steps_done"])
+    version, done = _state(folder)
     return Target(f"{folder} (step {done})", _recipe_of(run_dir), run_dir=run_dir, version=version, step=done)
 
 
@@ -95,16 +94,17 @@ def _run(run_dir: Path, step: int | None) -> Target:
     folders = sorted(path for path in root.glob("version-*") if (path / "state.json").is_file())
     if not folders:
         raise ConfigError(f"{root}: no checkpoint there yet: the run has not reached one (run.checkpoint_every_steps)")
-    steps = {int(_state(path)["trainer"]["steps_done"]): path for path in folders}
+    steps = {_state(path)[1]: path for path in folders}
     if step is not None and step not in steps:
         raise ConfigError(f"--step {step}: {root} has checkpoints after steps {', '.join(map(str, sorted(steps)))}")
     return _checkpoint(folders[-1] if step is None else steps[step])
 
 
-def _state(folder: Path) -> dict[str, dict[str, int]]:
+def _state(folder: Path) -> tuple[int, int]:
+    """(version, RL steps done) of a checkpoint."""
     try:
-        state: dict[str, dict[str, int]] = json.loads((folder / "state.json").read_text())
-        return {"version": state["version"], "trainer": {"steps_done": state["trainer"]["steps_done"]}}
+        state = json.loads((folder / "state.json").read_text())
+        return int(state["version"]), int(state["trainer"]["steps_done"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: state.json is no checkpoint's ({type(error).__name__}: {error})") from error
 
