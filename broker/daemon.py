@@ -25,6 +25,7 @@ from temper.common.keys import BrokerKeys
 from temper.common.log import log
 from temper.common.metrics import Meter
 from temper.common.peer_daemon import metrics_of
+from temper.common.process import uncollected
 from temper.common.pump import PeerId, Router
 from temper.common.recipe import to_json
 from temper.common.reports import PeerStatus, encode
@@ -61,7 +62,8 @@ class Broker(Daemon):
     async def setup(self) -> None:
         """Open the books, then the sockets."""
         self.finished: asyncio.Future[ev.Finish] = asyncio.get_running_loop().create_future()
-        self.ledger = self._open_ledger()
+        with uncollected():  # nothing of what a ledger holds is garbage
+            self.ledger = self._open_ledger()
         self.guests = Guests(self.ledger.run_id)
         self.control = ControlDesk(
             self.core,

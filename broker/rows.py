@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 from temper.broker.groups import GroupRecord
 from temper.broker.leases import LeaseRecord, dead_letter
 from temper.broker.payloads import Run
@@ -52,6 +53,10 @@ DEAD_LETTERS = "SELECT * FROM leases WHERE state = 'quarantined' OR filled != '[
 UPSERT_GROUP = f"INSERT OR REPLACE INTO groups VALUES ({', '.join('?' * 12)})"
 
 
+_indices = msgspec.json.Decoder(list[tuple[int, ...]]).decode
+_filled = msgspec.json.Decoder(tuple[int, ...]).decode
+
+
 def parts_row(run: Run) -> tuple[Any, ...]:
     """A row of `parts`: some messages of a lease, the sample indices of each, and the record that holds them."""
     return (run.lease_id, run.first, json.dumps(run.indices), *run.ref)
@@ -59,7 +64,7 @@ def parts_row(run: Run) -> tuple[Any, ...]:
 
 def parts_of(row: tuple[Any, ...]) -> Run:
     """The inverse of `parts_row`."""
-    return Run(row[0], row[1], [tuple(indices) for indices in json.loads(row[2])], Ref(*row[3:]))
+    return Run(row[0], row[1], _indices(row[2]), Ref(*row[3:]))
 
 
 def lease_row(r: LeaseRecord) -> tuple[Any, ...]:
@@ -90,7 +95,7 @@ def lease_of(row: tuple[Any, ...]) -> LeaseRecord:
     """The inverse of `lease_row`, without the indices that samples are there for."""
     record = LeaseRecord(*row[:7])
     record.state, record.attempt, record.attempt_state, record.peer, record.last_peer = row[7:12]
-    record.min_version, record.touched, record.filled = row[12], bool(row[13]), tuple(json.loads(row[14]))
+    record.min_version, record.touched, record.filled = row[12], bool(row[13]), _filled(row[14])
     record.task_failures, record.infra_failures, record.error = row[15:18]
     return record
 

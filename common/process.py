@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import gc
@@ -11,6 +12,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 
 from temper.common.errors import EnvironmentFault, TemperError
 from temper.common.log import clean, emit, log
@@ -71,6 +73,16 @@ def report(role: str, error: BaseException) -> int:
         emit(clean(line) + "\n")
     emit(f"temper {role}: a bug: {clean(f'{type(cause).__name__}: {cause}')}\n")
     return 1
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection inside: for loading much at once."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def settle_garbage() -> None:

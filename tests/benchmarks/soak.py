@@ -2,9 +2,9 @@
 
     bin/bench soak [--json FILE] [--kills N] [--seed S]
 
-A real ``temper.broker`` with ledger, two actors and a sandbox worker in processes of their own (stand-ins: they speak the
-protocol and take a few milliseconds a sample), and a learner that trains what comes. One of them is killed again and again
-while the others go on. Then: every lease is accounted for, every group is trained once or void with a reason, every
+A real ``temper.broker`` with ledger, three actors and two sandbox workers in processes of their own (stand-ins: they speak
+the protocol and take a few milliseconds a sample), and a learner that trains what comes. One to three of them are killed again and
+again while the others go on. Then: every lease is accounted for, every group is trained once or void with a reason, every
 trained sample was accepted once, and every group the learner trained is in the ledger under that step.
 """
 
@@ -44,7 +44,7 @@ vocabulary = "abcdef"
 [pacing]
 groups_per_step = {GROUPS}
 samples_per_group = {SAMPLES}
-max_staleness = 2
+max_staleness = 8
 lease_timeout_s = 10.0
 weights_timeout_s = 10.0
 max_void_in_a_row = 100000
@@ -218,46 +218,100 @@ class Learner:
 # ---------------------------------------------------------------- the soak
 
 
+NAMES = ("broker", "actor-1", "actor-2", "actor-3", "worker-1", "worker-2")
+
+
+class Nursery:
+    """Forks stand-ins that have everything imported already: one starts within milliseconds. A process of its own."""
+
+    def __init__(self, address: str, log: Path) -> None:
+        with log.open("ab") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__, "--nursery", address],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+
+    def start(self, name: str) -> int:
+        """The pid of a new stand-in."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{name}\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=10.0)
+
+
+def nurse(address: str) -> None:
+    """Fork a stand-in for every name on stdin, until it is closed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
+    for line in sys.stdin:
+        name = line.strip()
+        pid = os.fork()
+        if pid == 0:
+            random.seed()
+            asyncio.run((worker if name.startswith("worker") else actor)(address, name))
+            os._exit(0)
+        print(pid, flush=True)
+
+
 class Cast:
     """The processes that are killed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.address = f"ipc://{folder}/socket"
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.broker: subprocess.Popen[bytes] | None = None
+        self.pids: dict[str, int] = {}
         (folder / "recipe.toml").write_text(RECIPE)
+        self._nursery = Nursery(self.address, folder / "stand-ins.log")
 
     def start(self, name: str) -> None:
-        here = [sys.executable, "-P"]
-        if name == "broker":
-            command = [
-                *here,
-                "-m",
-                "temper.broker",
-                str(self.folder / "recipe.toml"),
-                "--run",
-                str(self.folder / "run"),
-            ]
-            command += ["--bind", self.address, *(["--resume"] if name in self.processes else [])]
-        else:
-            command = [*here, __file__, "--stand-in", name, self.address]
-        log = (self.folder / f"{name}.log").open("ab")
-        self.processes[name] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
-        log.close()
+        if name != "broker":
+            self.pids[name] = self._nursery.start(name)
+            return
+        command = [sys.executable, "-P", "-m", "temper.broker", str(self.folder / "recipe.toml")]
+        command += ["--run", str(self.folder / "run"), "--bind", self.address, *(["--resume"] if self.broker else [])]
+        with (self.folder / "broker.log").open("ab") as log:
+            self.broker = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
 
     def kill(self, name: str) -> None:
-        self.processes[name].kill()
-        self.processes[name].wait()
+        """SIGKILL, and it is gone."""
+        if name == "broker":
+            assert self.broker is not None
+            self.broker.kill()
+            self.broker.wait()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids.pop(name), signal.SIGKILL)
 
     def dead(self) -> list[str]:
-        return [name for name, process in self.processes.items() if process.poll() is not None]
+        """Who is not there."""
+        gone = ["broker"] if self.broker is not None and self.broker.poll() is not None else []
+        for name, pid in self.pids.items():
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                gone.append(name)
+        return gone
+
+    def close(self) -> None:
+        for name in list(self.pids):
+            self.kill(name)
+        if self.broker is not None:
+            self.broker.kill()
+            self.broker.wait()
+        self._nursery.close()
 
 
-NAMES = ("broker", "actor-1", "actor-2", "worker-1")
+async def soak(folder: Path, kills: int, seed: int, least_groups: int) -> dict[str, Any]:
+    """Kill until it were `kills`, let the rest finish, compare learner and ledger.
 
-
-async def soak(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Kill `kills` times, let the rest finish, compare learner and ledger."""
+    Each round kills one to three of them within the same moment, as soon as `least_groups` to twice as many groups have come
+    since the last round (or after a second without)."""
     dice = random.Random(seed)
     cast = Cast(folder)
     for name in NAMES:
@@ -265,37 +319,44 @@ async def soak(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     learner = Learner(cast.address)
     await learner.begin()
     killed: Counter[str] = Counter()
+    rounds = 0
     serving: list[float] = []
+    started = time.perf_counter()
     try:
         while sum(killed.values()) < kills:
             with contextlib.suppress(TimeoutError):  # kill what works, or what has been starting for a while
-                async with asyncio.timeout(5.0):
-                    await learner.groups(dice.randint(1, 12))
-            victim = dice.choice(NAMES)
-            cast.kill(victim)
-            killed[victim.split("-")[0]] += 1
+                async with asyncio.timeout(1.0):
+                    await learner.groups(dice.randint(least_groups, 2 * least_groups))
+            victims = dice.sample(NAMES, min(dice.choice((1, 1, 2, 3)), kills - sum(killed.values())))
+            learner.faults += [f"{name} ended by itself" for name in cast.dead()]
             begun = time.perf_counter()
-            cast.start(victim)
-            if victim == "broker":
+            for victim in victims:
+                cast.kill(victim)
+                killed[victim.split("-")[0]] += 1
+            for victim in victims:
+                cast.start(victim)
+            rounds += 1
+            if "broker" in victims:
                 await comes_back(learner, cast)
                 serving.append(time.perf_counter() - begun)
-            learner.faults += [f"{name} ended by itself" for name in cast.dead() if name != victim]
             if learner.faults:
                 break
         async with asyncio.timeout(120.0):  # it still works after all that
             await learner.steps(3)
         await learner.peer.send(schema.RunOver("soak over", 0))
         await learner.peer.close("soak over", 0)
-        cast.processes["broker"].wait(60.0)
+        assert cast.broker is not None
+        cast.broker.wait(60.0)
     finally:
-        for name in NAMES:
-            cast.processes[name].send_signal(signal.SIGKILL)
-            cast.processes[name].wait()
+        cast.close()
     found = audit(folder / "run" / "ledger" / "ledger.sqlite", learner)
     serving.sort()
     return {
         "kills": sum(killed.values()),
         **{f"kills_{role}": count for role, count in sorted(killed.items())},
+        "rounds": rounds,
+        "seed": seed,
+        "seconds": round(time.perf_counter() - started),
         "steps": learner.version,
         "groups_trained": len(learner.trained),
         "broker_back_p50_s": round(serving[len(serving) // 2], 2) if serving else None,
@@ -349,16 +410,13 @@ def audit(path: Path, learner: Learner) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> dict[str, Any]:
     """One row."""
-    if argv[:1] == ["--stand-in"]:
-        _, name, address = argv
-        asyncio.run((worker if name.startswith("worker") else actor)(address, name))
-        return {"rows": []}
     parser = argparse.ArgumentParser(prog="bin/bench soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--least-groups", type=int, default=2, help="that come between two rounds of kills")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
-        row = asyncio.run(soak(Path(folder), arguments.kills, arguments.seed))
+        row = asyncio.run(soak(Path(folder), arguments.kills, arguments.seed, arguments.least_groups))
     goals = [
         {"name": "faults after the kills", "goal": "none", "value": row["faults"], "met": not row["faults"]},
         {
@@ -372,4 +430,7 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:2] == ["--nursery"]:
+        nurse(sys.argv[2])
+    else:
+        main(sys.argv[1:])

@@ -21,8 +21,8 @@ def soak_module() -> ModuleType:
 
 @pytest.mark.system
 def test_a_dozen_kills_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
-    row = asyncio.run(soak_module().soak(tmp_path, kills=12, seed=3))
+    row = asyncio.run(soak_module().soak(tmp_path, kills=12, seed=3, least_groups=2))
     assert row["faults"] == []
     assert row["kills"] == 12
     assert row["kills_broker"] >= 1
-    assert row["groups_trained"] >= 24
+    assert row["groups_trained"] >= 24  # three steps after the last kill
