@@ -96,6 +96,14 @@ class Process:
         """The exit code (negative: signal), None while it runs."""
         return self._popen.poll()
 
+    def peak_bytes(self) -> int:
+        """The most memory that was resident so far; 0 when it has ended."""
+        try:
+            with open(f"/proc/{self.pid}/status", encoding="ascii", errors="replace") as file:
+                return next((int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:")), 0)
+        except (FileNotFoundError, ProcessLookupError):
+            return 0
+
     def pidfd(self) -> int:
         """A descriptor that becomes readable when the process ends; the caller closes it."""
         return os.pidfd_open(self.pid)

@@ -112,6 +112,7 @@ def execute(planned: Plan) -> Summary:
                 ending = replace(ending, reason=f"{ending.reason}: {last[0].strip()}")
             explain(ending, supervisor, run_dir)
             summary = complete(planned, picture, ending, time.monotonic() - started, earlier)
+            summary = msgspec.structs.replace(summary, peak_bytes=dict(supervisor.peak_bytes))
             write_summary(run_dir, summary)
             return summary
 
@@ -201,6 +202,7 @@ def show_summary(summary: Summary) -> None:
         ("tokens", f"{summary.tokens_sampled:,} sampled, {summary.tokens_trained:,} trained"),
         ("samples", ", ".join(f"{count:,} {fate}" for fate, count in summary.samples.items()) or "-"),
         ("samples/s", view.rate(summary.samples_per_s)),
+        ("peak memory", ", ".join(f"{name} {count / 1e9:.2f} GB" for name, count in summary.peak_bytes.items()) or "-"),
         ("run directory", summary.run_dir),
     ]
     if summary.tensorboard:

@@ -123,6 +123,7 @@ class Supervisor:
         self.address = address
         self.threads = threads
         self.processes: dict[str, Process] = {}
+        self.peak_bytes: dict[str, int] = {}
         self._progress = ProgressReader(run_dir)
         self._wake = asyncio.Event()
         self._broker_ready = asyncio.Event()
@@ -163,6 +164,7 @@ class Supervisor:
         now = time.monotonic()
         for name, process in list(self.processes.items()):
             process.log.read()
+            self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), process.peak_bytes())
             if process.log.ready:
                 self._carry_out(self.policy.ready(name, now))
                 if process.spec.role == "broker":

@@ -153,6 +153,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     groups: dict[str, int] = field(default_factory=dict)  # by fate; zero_variance ones are among the trained
     lag_max: float | None = None
     warm_start_likelihood: float | None = None  # mean probability of a whole demonstration at its end
+    peak_bytes: dict[str, int] = field(default_factory=dict)  # resident memory, by daemon; of `temper run` only
 
 
 Report = TypeVar("Report", bound=msgspec.Struct)

@@ -37,6 +37,7 @@ def main(path: str) -> int:
     def reward(prompts: list[str], completions: list[str], answer: list[str], **rest: Any) -> list[float]:
         return [float(text.split("\n")[0].strip() == right) for text, right in zip(completions, answer, strict=True)]
 
+    stops = [tokenizer.eos_token_id, *job.get("stop_token_ids", [])]
     samples = int(job["groups"]) * int(job["samples_per_group"])
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
@@ -55,6 +56,7 @@ def main(path: str) -> int:
             temperature=1.0,
             beta=0.0,
             gradient_checkpointing=False,
+            generation_kwargs={"eos_token_id": stops},
             seed=0,
         )
         trainer = GRPOTrainer(
