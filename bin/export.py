@@ -1,7 +1,7 @@
 """`temper export RUN OUT`: a run's trained model as a plain Hugging Face folder that transformers loads.
 
-Takes the newest checkpoint (or ``--version``), verified by its digests, and the run's own config, tokenizer and template. The
-folder appears complete or not at all.
+Takes the newest checkpoint (or ``--version``), verified by its digests, and the run's own config, tokenizer and template.
+Low-rank adapters are merged into the weights. The folder appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def export(run_dir: Path, out: Path, bundle: Path, version: int | None, dtype_na
     import torch
     from safetensors.torch import save_file
     from temper.learner import checkpoint
+    from temper.learner.adapters import merged
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists already: choose a new folder")
@@ -52,11 +53,9 @@ def export(run_dir: Path, out: Path, bundle: Path, version: int | None, dtype_na
         recipe_file = run_dir / RECIPE_FILE  # missing beside a learner that runs without `temper run`
         dtype_name = recipes.load(str(recipe_file)).model.serving_dtype if recipe_file.exists() else "float32"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype_name]
-    weights = {
-        name.removeprefix(PREFIX): tensor.to(dtype).contiguous()
-        for name, tensor in found.tensors.items()
-        if name.startswith(PREFIX)
-    }
+    model = {name.removeprefix(PREFIX): tensor for name, tensor in found.tensors.items() if name.startswith(PREFIX)}
+    plain = merged(model, float(found.state["trainer"].get("lora_scale", 0.0)))
+    weights = {name: tensor.to(dtype).contiguous() for name, tensor in plain.items()}
     files["config.json"] = json.dumps({**json.loads(files["config.json"]), "dtype": dtype_name}, indent=1).encode()
     files.setdefault(TOKENIZER_CONFIG, json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}).encode())
     try:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -41,6 +43,9 @@ class Model:
     heads: int = 4  # micro only
     intermediate_size: int = 128  # micro only
     max_length_tokens: int = 32  # longest sequence, prompt and completion together
+    lora_rank: int = 0  # > 0: train low-rank adapters of this rank and publish only those; 0 = the whole model
+    lora_alpha: float = 16.0  # an adapter's product is scaled by lora_alpha / lora_rank
+    lora_targets: tuple[str, ...] = LORA_TARGETS  # linear layers that get an adapter, by their last name
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +172,10 @@ class Engine:
     kind: Literal["auto", "embedded", "sglang"] = "auto"  # auto: SGLang wherever there is a GPU, embedded on CPU
     max_rows: int = 256  # decode batch size of one actor
     leases_in_flight: int = 16  # leases one actor holds at once
-    kv_on_swap: Literal["keep", "recompute"] = (
-        "keep"  # running generations under new weights: keep their KV or recompute it
+    on_swap: Literal["in_flight", "drain", "abort"] = (
+        "in_flight"  # new weights and running generations: go on, end first, or stop and resume from their tokens
     )
+    kv_on_swap: Literal["keep", "recompute"] = "keep"  # in_flight: keep the KV of the old weights or recompute it
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 
-from temper.common.config import DomainConfig, Recipe
+from temper.common.config import LORA_TARGETS, DomainConfig, Recipe
 from temper.common.errors import ConfigError
 
 Rule = tuple[Callable[[Recipe], bool], Callable[[Recipe], str]]
@@ -29,6 +29,8 @@ RANGES: dict[str, str] = {
     "model.heads": ">=1",
     "model.intermediate_size": ">=1",
     "model.max_length_tokens": ">=2",
+    "model.lora_rank": ">=0",
+    "model.lora_alpha": ">0",
     "pacing.groups_per_step": ">=1",
     "pacing.samples_per_group": ">=1",
     "pacing.max_staleness": ">=0",
@@ -175,7 +177,15 @@ INERT: dict[str, tuple[Callable[[Recipe], bool], str]] = {
             lambda r: r.pacing.max_staleness > 0,
             "pacing.max_staleness is 0: sampling is synchronous, no token has a lag",
         )
-        for key in ("pacing.max_token_lag", "engine.kv_on_swap", "objective.allow_uncorrected")
+        for key in ("pacing.max_token_lag", "engine.on_swap", "objective.allow_uncorrected")
+    },
+    "engine.kv_on_swap": (
+        lambda r: r.pacing.max_staleness > 0 and r.engine.on_swap == "in_flight",
+        "no generation goes on under new weights (pacing.max_staleness > 0 and engine.on_swap = in_flight let it)",
+    ),
+    **{
+        f"model.{key}": (lambda r: r.model.lora_rank > 0, "model.lora_rank is 0: there are no adapters")
+        for key in ("lora_alpha", "lora_targets")
     },
     "pacing.batch_order": (
         lambda r: r.pacing.max_staleness > 0 or r.pacing.batch_order == "lease",
@@ -271,6 +281,10 @@ CROSS: list[Rule] = [
             f"model.hidden_size = {r.model.hidden_size} over model.heads = {r.model.heads}: "
             "expected an even number of channels in each head"
         ),
+    ),
+    (
+        lambda r: not r.model.lora_targets or not set(r.model.lora_targets) <= set(LORA_TARGETS),
+        lambda r: f"model.lora_targets = {list(r.model.lora_targets)}: expected some of {', '.join(LORA_TARGETS)}",
     ),
     (
         lambda r: r.run.deterministic and r.pacing.max_staleness > 0,

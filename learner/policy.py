@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from temper.common.errors import ConfigError
+from temper.common.lora import adapted
 from temper.kernels.linear_logprob import LogprobOut, linear_logprob
 from temper.learner.attention import ATTENTION, tree_of
 from temper.learner.batching import Microbatch
@@ -115,8 +116,13 @@ class Policy:
         )
 
     def named_masters(self) -> dict[str, torch.nn.Parameter]:
-        """Every trained parameter once by its canonical Hugging Face name (tied ones under their first name)."""
+        """Every parameter once by its canonical Hugging Face name (tied ones under their first name)."""
         return dict(self.model.named_parameters())
+
+    def trained_masters(self) -> dict[str, torch.nn.Parameter]:
+        """Those that are trained: all of them, or the adapters where there are any."""
+        named = self.named_masters()
+        return {name: p for name, p in named.items() if adapted(name)} or named
 
 
 def _call_at_layers(model: PreTrainedModel, check: Callable[[], None]) -> None:

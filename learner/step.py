@@ -22,13 +22,16 @@ from temper.common import metrics as names
 from temper.common.bits import TensorBits
 from temper.common.config import Recipe
 from temper.common.errors import ConfigError
+from temper.common.lora import lora_of
 from temper.kernels.flags import PolicyFlags
 from temper.kernels.policy_loss import Normalisers, PackedBatch, policy_loss
 from temper.kernels.reference import m2_cutoff
 from temper.learner import objectives
+from temper.learner.adapters import attach
 from temper.learner.batching import Microbatch, plan, ragged
 from temper.learner.checkpoint import TENSORS
 from temper.learner.critic import Critic
+from temper.learner.gather import serving
 from temper.learner.inbox import GroupData, void_reason
 from temper.learner.objective_rules import resolve
 from temper.learner.optimizer import Optimizer, learning_rate
@@ -102,13 +105,17 @@ class Trainer:
         self.objective = resolve(recipe.objective, recipe.pacing)
         self.flags = objectives.compile(self.objective)
         self.warm_flags = objectives.compile(objectives.TABLE["sft"])
+        self.lora = lora_of(recipe.model)
+        if self.lora is not None:
+            attach(model, self.lora, recipe.run.seed)
+        self._frozen: dict[str, TensorBits] = {}  # serving bits of what is not trained
         self.policy = Policy(
             model,
             compute_dtype=DTYPES[recipe.model.compute_dtype],
             checkpointing=recipe.optimizer.activation_checkpointing,
             check=self._check,
         )
-        self.optimizer = Optimizer(self.policy.named_masters(), recipe.optimizer)
+        self.optimizer = Optimizer(self.policy.trained_masters(), recipe.optimizer)
         self.steps_done = 0
         self.warm_steps_done = 0
         self.baselines: dict[str, float] = {}
@@ -366,13 +373,13 @@ class Trainer:
 
     def serving_tensors(self) -> dict[str, TensorBits]:
         """The weights in the serving dtype, cast once, as bits by canonical name, tied ones once; copies that the next
-        step does not touch."""
+        step does not touch. What is not trained is cast when first asked for and is the same object ever after."""
         dtype = self.recipe.model.serving_dtype
-        with torch.no_grad():
-            return {
-                name: TensorBits.of(bit_view(parameter.detach().to(DTYPES[dtype], copy=True)), dtype)
-                for name, parameter in self.policy.named_masters().items()
-            }
+        named, trained = self.policy.named_masters(), self.policy.trained_masters()
+        wanted = {name: p for name, p in named.items() if name in trained or name not in self._frozen}
+        fresh = {name: TensorBits.of(bit_view(t), dtype) for name, t in serving(wanted, DTYPES[dtype])}
+        self._frozen |= {name: tensor for name, tensor in fresh.items() if name not in trained}
+        return {name: fresh.get(name) or self._frozen[name] for name in named}
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(tensors, scalars): masters, optimiser, reference and RNG; counters and baselines. Views, not copies."""
@@ -389,6 +396,7 @@ class Trainer:
             "baselines": dict(self.baselines),
             "warm_likelihood": dict(self.warm_likelihood),
             "kl_coefficient": coefficient,
+            "lora_scale": self.lora.scale if self.lora is not None else 0.0,
         }
         return tensors, scalars
 
@@ -399,6 +407,7 @@ class Trainer:
             head, rest = name.split(".", 1)
             parts[head][rest] = value
         _copy_into(self.policy.named_masters(), parts["model"])
+        self._frozen.clear()
         self.optimizer.load(parts["optimizer"])
         coefficient = float(scalars.get("kl_coefficient", self.recipe.objective.kl_coefficient))
         _copy_into(self.reference.load(parts["reference"], coefficient, self.policy), parts["reference"])

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from temper.common.delta import StagedUpdate
 
 
+OnSwap = Literal["in_flight", "drain", "abort"]
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample one row.

@@ -122,7 +122,7 @@ class Caches:
 
     def _tokens(self, row: Row) -> int:
         """Positions of its own that `row` may come to need."""
-        whole = min(len(row.prompt) + row.request.sampling.max_new_tokens, self._slots.length)
+        whole = min(len(row.prompt) + row.budget, self._slots.length)
         return whole - (len(row.prefix.ids) if row.prefix else 0)
 
     def _tables(self, running: Collection[Row], count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from temper.actor.engines.base import GenerateRequest, Generation
+from temper.actor.engines.base import GenerateRequest, Generation, OnSwap
 from temper.actor.engines.caches import Caches
 from temper.actor.engines.llama import Llama, empty_weights
 from temper.actor.engines.overwrite import overwrite
@@ -24,6 +24,7 @@ from temper.actor.engines.rows import Row, Slots
 from temper.actor.engines.sampler import Sampled, Truncation, sample, sample_truncated
 from temper.actor.engines.shape import ModelShape
 from temper.common.errors import EngineError
+from temper.common.lora import Lora
 from temper.common.schema import Version
 from torch import Tensor
 
@@ -54,12 +55,15 @@ class Decoder:
         *,
         max_rows: int,
         length: int,
+        on_swap: OnSwap = "in_flight",
         kv_on_swap: Literal["keep", "recompute"] = "keep",
         deterministic: bool = False,
+        lora: Lora | None = None,
     ) -> None:
         self.shape, self.length, self.max_rows = shape, length, max_rows
-        self.kv_on_swap, self.deterministic = kv_on_swap, deterministic
-        self.weights = empty_weights(shape, dtype)
+        self.on_swap, self.kv_on_swap, self.deterministic = on_swap, kv_on_swap, deterministic
+        self.admitting = True  # false: waiting rows stay where they are (a swap waits for the running ones to end)
+        self.weights = empty_weights(shape, dtype, lora)
         self.model = Llama(shape, self.weights, length)
         self.slots = Slots(max_rows, length)
         self.caches = Caches(self.model, self.slots, max_rows, deterministic=deterministic)
@@ -91,7 +95,8 @@ class Decoder:
                     waiting.cancelled = True
 
     def commit(self, update: StagedUpdate) -> str:
-        """Overwrite the changed tensors; running rows go on under the new weights. Nothing changes on EngineError."""
+        """Overwrite the changed tensors; running rows go on under the new weights, or with `on_swap` abort wait again with
+        what they have and are prefilled under them. Nothing changes on EngineError."""
         held = self.version.digest if self.version else None
         if update.base_digest is not None and held not in (update.base_digest, update.digest):
             raise EngineError(f"delta based on {update.base_digest}, the engine serves {held}: fetch a full copy")
@@ -101,10 +106,12 @@ class Decoder:
                 f"full copy without {sorted(absent)[0]} ({len(absent)} tensors absent): wrong model or bundle"
             )
         overwrite(self.weights.named, update.changed)
+        if self.on_swap == "abort":
+            self._stop_all()
         self.version = update.version
         self._versions.append((self.steps, update.version))
         self.caches.expire()
-        if self.kv_on_swap == "recompute":
+        if self.on_swap == "in_flight" and self.kv_on_swap == "recompute":
             self.caches.recompute(self.running.values())
         self._forget_versions()
         return update.digest
@@ -112,7 +119,7 @@ class Decoder:
     def step(self) -> list[Finished]:
         """Admit what fits, sample one token for every running row, return what has ended."""
         ended = self._end_cancelled()
-        if self.version is not None:
+        if self.version is not None and self.admitting:
             self._admit()
         if not self.running:
             return ended
@@ -163,10 +170,34 @@ class Decoder:
                 start += size
         return sampled
 
-    def _finish(self, row: Row, reason: Finish, broken: bool = False) -> Finished:
+    def _collect(self, row: Row) -> None:
+        """Move what `row` has sampled in its slot to what it has done."""
         first, last = len(row.prompt), int(self.slots.position[row.slot]) + 1
-        ids = self.slots.tokens[row.slot, first:last].tolist()
-        logprobs = self.slots.logprobs[row.slot, first:last].tolist()
+        row.done += self.slots.tokens[row.slot, first:last].tolist()
+        row.done_logprobs += self.slots.logprobs[row.slot, first:last].tolist()
+        for lineage, ordinal, count in self._runs(row, last - first):
+            before = row.done_runs[-1] if row.done_runs else None
+            if before is not None and before[:2] == (lineage, ordinal):  # the same version was committed again
+                row.done_runs[-1] = (lineage, ordinal, before[2] + count)
+            else:
+                row.done_runs.append((lineage, ordinal, count))
+
+    def _stop_all(self) -> None:
+        """Let every running row wait again, in order, its tokens a part of its prompt."""
+        rows = list(self.running.values())
+        for row in rows:
+            sampled = len(row.done)
+            self._collect(row)
+            self.slots.clear(row)
+            self.caches.release(row, broken=False)
+            row.prompt += tuple(row.done[sampled:])
+            row.slot, row.prefix = -1, None
+        self.running.clear()
+        self.pending.extendleft(reversed(rows))
+        self.high = 0
+
+    def _finish(self, row: Row, reason: Finish, broken: bool = False) -> Finished:
+        self._collect(row)
         self.slots.clear(row)
         del self.running[row.key]
         self.caches.release(row, broken=broken)
@@ -174,13 +205,12 @@ class Decoder:
             self.high -= 1
         if broken:
             return Finished(row.key, None, f"the model's logits are not finite at weights {self.version}")
-        support = row.support if row.request.sampling.want_support else None
-        return Finished(row.key, Generation(ids, logprobs, self._runs(row, len(ids)), reason, support))
+        return _finished(row, reason)
 
     def _end_cancelled(self) -> list[Finished]:
         ended = [self._finish(row, "abort") for row in list(self.running.values()) if row.cancelled]
         if any(row.cancelled for row in self.pending):
-            ended += [Finished(r.key, Generation([], [], [], "abort")) for r in self.pending if r.cancelled]
+            ended += [_finished(row, "abort") for row in self.pending if row.cancelled]
             self.pending = deque(row for row in self.pending if not row.cancelled)
         return ended
 
@@ -228,3 +258,9 @@ class Decoder:
             self.caches.move(sources, targets)
             self.slots.move(sources, targets)
         self.high = keep
+
+
+def _finished(row: Row, reason: Finish) -> Finished:
+    """What a row has, as its outcome."""
+    support = row.support if row.request.sampling.want_support else None
+    return Finished(row.key, Generation(row.done, row.done_logprobs, row.done_runs, reason, support))

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import psutil
 import torch
-from temper.actor.engines.base import Cancel, Counts, EngineCaps, GenerateRequest, Generation, check_request
+from temper.actor.engines.base import Cancel, Counts, EngineCaps, GenerateRequest, Generation, OnSwap, check_request
 from temper.actor.engines.decoder import Decoder, Finished
 from temper.actor.engines.overwrite import bits
 from temper.actor.engines.shape import ModelShape, from_config
 from temper.common.errors import ConfigError, EngineError
 from temper.common.log import log
+from temper.common.lora import Lora
 from temper.common.schema import Version
 
 if TYPE_CHECKING:
@@ -46,11 +47,17 @@ class EmbeddedEngine:
         dtype: str,
         max_rows: int,
         max_length_tokens: int,
+        on_swap: OnSwap = "in_flight",
         kv_on_swap: Literal["keep", "recompute"] = "keep",
         deterministic: bool = False,
         threads: int = 1,
+        lora: Lora | None = None,
     ) -> None:
-        """`config`: parsed config.json. ConfigError for a model or length that can't be run."""
+        """`config`: parsed config.json. ConfigError for a model or length that can't be run.
+
+        `on_swap`: what new weights mean for running rows. in_flight: they go on under them; abort: they stop, and resume
+        from their tokens, prefilled anew; drain: the weights wait until they have ended, and new rows for the weights.
+        """
         shape = from_config(config)
         if dtype not in DTYPES:
             raise ConfigError(f"model.serving_dtype {dtype!r}, the embedded engine knows {', '.join(DTYPES)}")
@@ -68,11 +75,14 @@ class EmbeddedEngine:
             DTYPES[dtype],
             max_rows=max_rows,
             length=max_length_tokens,
+            on_swap=on_swap,
             kv_on_swap=kv_on_swap,
             deterministic=deterministic,
+            lora=lora,
         )
         self._threads = 1 if deterministic else threads
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._draining: list[Callable[[], None]] = []  # commits that wait for the running rows to end
         self._waiting: set[Waiter] = set()
         self._updates: set[asyncio.Future[str]] = set()
         self._closing = False
@@ -123,20 +133,27 @@ class EmbeddedEngine:
                 cancel.detach(abort)
 
     async def apply(self, update: StagedUpdate) -> str:
-        """See `base.Engine.apply`; takes effect between two steps."""
+        """See `base.Engine.apply`; takes effect between two steps (with `on_swap` drain: once no row runs; the pause counts
+        from when no new one was begun)."""
         self._alive()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[str] = loop.create_future()
 
+        started: list[float] = []
+
         def commit() -> None:
-            start = time.perf_counter()
+            started.append(time.perf_counter())
+            if self._decoder.on_swap == "drain" and self._decoder.running:
+                self._decoder.admitting = False
+                self._draining.append(commit)
+                return
             try:
                 digest = self._decoder.commit(update)
             except EngineError as error:
                 loop.call_soon_threadsafe(_fail, done, error)
                 return
             self.counts.swaps += 1
-            self.counts.last_pause_s = time.perf_counter() - start
+            self.counts.last_pause_s = time.perf_counter() - started[0]
             loop.call_soon_threadsafe(_succeed, done, digest)
 
         self._updates.add(done)
@@ -181,6 +198,8 @@ class EmbeddedEngine:
                     ended = self._decoder.step()
                     self._count()
                     self._deliver(ended)
+                    if self._draining and not self._decoder.running:
+                        self._drained()
                 while not self._commands.empty():
                     self._commands.get()()
                 self._deliver(self._decoder.abort_all())
@@ -200,6 +219,13 @@ class EmbeddedEngine:
             command()
         while not self._commands.empty():
             self._commands.get()()
+
+    def _drained(self) -> None:
+        """The rows that ran under the old weights have ended: commit, and let the next ones begin."""
+        commits, self._draining = self._draining, []
+        for commit in commits:
+            commit()
+        self._decoder.admitting = True
 
     def _deliver(self, ended: list[Finished]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[Finished]] = {}

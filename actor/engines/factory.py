@@ -14,6 +14,7 @@ from temper.actor.engines.sglang_process import ServerShape, SglangHost
 from temper.common.config import Recipe
 from temper.common.errors import ConfigError
 from temper.common.log import log
+from temper.common.lora import lora_of
 
 
 async def make_engine(recipe: Recipe, files: Mapping[str, bytes], host: SglangHost) -> Engine:
@@ -56,9 +57,11 @@ def _embedded(recipe: Recipe, config: Mapping[str, Any]) -> Engine:
         dtype=recipe.model.serving_dtype,
         max_rows=recipe.engine.max_rows,
         max_length_tokens=recipe.model.max_length_tokens,
+        on_swap=recipe.engine.on_swap,
         kv_on_swap=recipe.engine.kv_on_swap,
         deterministic=recipe.run.deterministic,
         threads=recipe.daemons.threads_per_process,
+        lora=lora_of(recipe.model),
     )
 
 
@@ -87,7 +90,15 @@ async def _sglang(recipe: Recipe, files: Mapping[str, bytes], config: Mapping[st
 
     shape = ServerShape(recipe.model.serving_dtype, recipe.engine.max_rows, recipe.model.max_length_tokens)
     recompute = recipe.engine.kv_on_swap == "recompute"
-    engine = SglangEngine(host, shape, files, int(config.get("vocab_size", 0)), recompute=recompute)
+    engine = SglangEngine(
+        host,
+        shape,
+        files,
+        int(config.get("vocab_size", 0)),
+        recompute=recompute,
+        on_swap=recipe.engine.on_swap,
+        lora=lora_of(recipe.model),
+    )
     try:
         await engine.start()
     except BaseException:

@@ -3,8 +3,9 @@
 The weights live once, in fused tensors (qkv, gate_up) whose row ranges are contiguous views under their Hugging Face
 names, so that an exact delta is applied by overwriting. The math is transformers' (RMSNorm in fp32, rotary embedding by
 halves, grouped-query attention, optional qkv bias and qk norm); the residual stream, attention and cached keys and values
-are fp32 whatever the weights' dtype, which is faster on a CPU and more exact. Called by `decoder`; nothing here knows
-about requests.
+are fp32 whatever the weights' dtype, which is faster on a CPU and more exact. Low-rank adapters are computed beside the
+weights, never merged into them: what is served is what was published, and a swap costs no more than its bytes. Called by
+`decoder`; nothing here knows about requests.
 
 A prompt that several rows share is stored once: a row's own keys and values begin after its shared prefix, and a decode
 step attends to both parts, the shared one for all rows of a prefix in one product.
@@ -23,7 +24,22 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from temper.actor.engines.shape import ModelShape, inverse_frequencies
+from temper.common.lora import Lora, parts
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank adapter (A [r, in], B [out, r]) of the outputs start:stop of a fused linear layer."""
+
+    down: Tensor
+    up: Tensor
+    start: int
+    stop: int
+    scale: float
+
+
+Adapters = tuple[Adapter, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +58,10 @@ class Layer:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    qkv_adapters: Adapters = ()
+    out_adapters: Adapters = ()
+    gate_up_adapters: Adapters = ()
+    down_adapters: Adapters = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +75,7 @@ class Weights:
     named: Mapping[str, Tensor]
 
 
-def empty_weights(shape: ModelShape, dtype: torch.dtype) -> Weights:
+def empty_weights(shape: ModelShape, dtype: torch.dtype, lora: Lora | None = None) -> Weights:
     """Zeroed weights of `shape`; tied heads share the embedding and have no name of their own."""
     named: dict[str, Tensor] = {}
 
@@ -63,14 +83,24 @@ def empty_weights(shape: ModelShape, dtype: torch.dtype) -> Weights:
         named[name] = torch.zeros(*size, dtype=dtype)
         return named[name]
 
-    def fused(prefix: str, parts: Mapping[str, int], columns: int, kind: str) -> Tensor:
-        rows = sum(parts.values())
+    def fused(prefix: str, sizes: Mapping[str, int], columns: int, kind: str) -> Tensor:
+        rows = sum(sizes.values())
         whole = torch.zeros((rows, columns) if kind == "weight" else (rows,), dtype=dtype)
         start = 0
-        for part, size in parts.items():
+        for part, size in sizes.items():
             named[f"{prefix}.{part}.{kind}"] = whole[start : start + size]
             start += size
         return whole
+
+    def adapters(prefix: str, sizes: Mapping[str, int], columns: int) -> Adapters:
+        found, start = [], 0
+        for part, size in sizes.items():
+            if lora is not None and lora.on(part):
+                down, up = parts(f"{prefix}.{part}.weight")
+                tensors = new(down, lora.rank, columns), new(up, size, lora.rank)
+                found.append(Adapter(*tensors, start, start + size, lora.scale))
+            start += size
+        return tuple(found)
 
     h, d, inner = shape.hidden_size, shape.head_dim, shape.intermediate_size
     heads = {"q_proj": shape.heads * d, "k_proj": shape.kv_heads * d, "v_proj": shape.kv_heads * d}
@@ -93,6 +123,10 @@ def empty_weights(shape: ModelShape, dtype: torch.dtype) -> Weights:
                 gate_up_bias=fused(f"{at}.mlp", mlp, h, "bias") if shape.mlp_bias else None,
                 down=new(f"{at}.mlp.down_proj.weight", h, inner),
                 down_bias=new(f"{at}.mlp.down_proj.bias", h) if shape.mlp_bias else None,
+                qkv_adapters=adapters(f"{at}.self_attn", heads, h),
+                out_adapters=adapters(f"{at}.self_attn", {"o_proj": h}, shape.heads * d),
+                gate_up_adapters=adapters(f"{at}.mlp", mlp, h),
+                down_adapters=adapters(f"{at}.mlp", {"down_proj": h}, inner),
             )
         )
     norm = new("model.norm.weight", h)
@@ -205,7 +239,7 @@ class Llama:
                 mixed = torch.bmm(torch.softmax(scores, -1), all_v)
             else:
                 mixed = _attend(query.mul_(scale), all_k, all_v, mask, shared, index)
-            x = _linear_add(x, mixed.view(n, heads * d).to(dtype), layer.out, layer.out_bias)
+            x = _linear_add(x, mixed.view(n, heads * d).to(dtype), layer.out, layer.out_bias, layer.out_adapters)
             x = self._mlp(layer, x)
         return self._head(x)
 
@@ -249,11 +283,11 @@ class Llama:
                 query, keys, values, attn_mask=seen, is_causal=seen is None, enable_gqa=heads != kv
             )
             mixed = mixed.transpose(1, 2).reshape(prompts, size, heads * d).to(dtype)
-            x = self._mlp(layer, _linear_add(x, mixed, layer.out, layer.out_bias))
+            x = self._mlp(layer, _linear_add(x, mixed, layer.out, layer.out_bias, layer.out_adapters))
         return found
 
     def _qkv(self, layer: Layer, normed: Tensor, size: tuple[int, ...]) -> Tensor:
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(size)
+        qkv = _linear(normed, layer.qkv, layer.qkv_bias, layer.qkv_adapters).view(size)
         if layer.q_norm is None or layer.k_norm is None:
             return qkv
         s = self.shape
@@ -270,9 +304,10 @@ class Llama:
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         s = self.shape
-        both = F.linear(_norm(x, layer.post_norm, s.rms_eps), layer.gate_up, layer.gate_up_bias)
+        normed = _norm(x, layer.post_norm, s.rms_eps)
+        both = _linear(normed, layer.gate_up, layer.gate_up_bias, layer.gate_up_adapters)
         gate, up = both[..., : s.intermediate_size], both[..., s.intermediate_size :]
-        return _linear_add(x, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        return _linear_add(x, F.silu(gate).mul_(up), layer.down, layer.down_bias, layer.down_adapters)
 
     def _head(self, x: Tensor) -> Tensor:
         s = self.shape
@@ -308,9 +343,18 @@ def _attend(query: Tensor, own_k: Tensor, own_v: Tensor, mask: Tensor, shared: S
     return torch.baddbmm(mixed, seen[..., size:].reshape(merged, groups, -1), own_v)
 
 
-def _linear_add(x: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + value @ weight.T (+ bias), f32."""
-    return x + F.linear(value, weight, bias)
+def _linear(value: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapters) -> Tensor:
+    """value @ weight.T (+ bias) with adapters: the same operations as the learner's, so the same rounding."""
+    out = F.linear(value, weight, bias)
+    for adapter in adapters:
+        extra = F.linear(F.linear(value, adapter.down), adapter.up)
+        out[..., adapter.start : adapter.stop].add_(extra, alpha=adapter.scale)
+    return out
+
+
+def _linear_add(x: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapters) -> Tensor:
+    """x + value @ weight.T (+ bias, adapters), f32."""
+    return x + _linear(value, weight, bias, adapters)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

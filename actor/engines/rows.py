@@ -21,7 +21,11 @@ DRAWS = 64  # uniforms drawn ahead, one column a step
 
 @dataclass(slots=True)
 class Row:
-    """A request in the engine. `key` is the caller's handle; `slot` -1 while it waits."""
+    """A request in the engine. `key` is the caller's handle; `slot` -1 while it waits.
+
+    One that was stopped at a swap waits again, with what it has sampled at the end of its `prompt` and in `done`,
+    `done_logprobs` and `done_runs` (see `Generation`).
+    """
 
     key: Any
     request: GenerateRequest
@@ -31,6 +35,14 @@ class Row:
     prefix: Prefix | None = None
     cancelled: bool = False
     support: list[list[int]] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)
+    done_logprobs: list[float] = field(default_factory=list)
+    done_runs: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def budget(self) -> int:
+        """Tokens that it may still sample."""
+        return self.request.sampling.max_new_tokens - len(self.done)
 
 
 class Slots:
@@ -65,7 +77,7 @@ class Slots:
         self.position[slots] = torch.tensor(sizes) - 1
         self.shared[slots] = torch.tensor([len(row.prefix.ids) if row.prefix else 0 for row in rows])
         self.live[slots] = 1
-        limits = [min(size + p.max_new_tokens, self.length) for size, p in zip(sizes, params, strict=True)]
+        limits = [min(size + row.budget, self.length) for size, row in zip(sizes, rows, strict=True)]
         self.limit[slots] = torch.tensor(limits)
         self.temperature[slots, 0] = torch.tensor([p.temperature or 1.0 for p in params])
         self.top_k[slots] = torch.tensor([p.top_k if p.temperature else 1 for p in params])

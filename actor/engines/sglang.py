@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from temper.actor.engines.base import Cancel, Counts, EngineCaps, GenerateRequest, Generation, check_request
+from temper.actor.engines.base import Cancel, Counts, EngineCaps, GenerateRequest, Generation, OnSwap, check_request
 from temper.actor.engines.sglang_answer import Answer, parse
 from temper.actor.engines.sglang_http import Client, ServerBusy, ServerDown, serialized
 from temper.actor.engines.sglang_process import ServerProcess, ServerShape, SglangHost
@@ -24,6 +24,7 @@ from temper.actor.engines.sglang_weights import Mirror
 from temper.actor.loops import on_loop
 from temper.common.errors import EngineError, EnvironmentFault, PeerLost
 from temper.common.log import log
+from temper.common.lora import Lora
 from temper.common.schema import Version
 from temper.common.waiting import wait_for
 
@@ -49,20 +50,32 @@ class SglangEngine:
     """Implements `base.Engine`. `start` it before use, on the daemon's event loop."""
 
     def __init__(
-        self, host: SglangHost, shape: ServerShape, files: Mapping[str, bytes], vocabulary: int, *, recompute: bool
+        self,
+        host: SglangHost,
+        shape: ServerShape,
+        files: Mapping[str, bytes],
+        vocabulary: int,
+        *,
+        recompute: bool,
+        on_swap: OnSwap = "in_flight",
+        lora: Lora | None = None,
     ) -> None:
-        """`files`: the model bundle; `recompute`: running requests get new keys and values after a swap."""
+        """`files`: the model bundle; `recompute`: running requests get new keys and values after a swap; `on_swap`: see
+        `EmbeddedEngine` (abort: the server gives up running requests, they go on from their tokens)."""
         self._server = ServerProcess(host, shape, files)
         self._timeout_s = host.start_timeout_s
         self._vocabulary, self._recompute = vocabulary, recompute
         self._caps = EngineCaps(True, True, False, False, shape.max_length_tokens, shape.max_rows)
-        self._mirror = Mirror()
+        self._on_swap: OnSwap = on_swap
+        self._mirror = Mirror(lora)
         self._version: Version | None = None
         self._client: Client | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rows = asyncio.Semaphore(shape.max_rows)
         self._open = asyncio.Event()  # requests may go out: the server holds the version
         self._up = asyncio.Event()  # the server answers
+        self._empty = asyncio.Event()  # no request runs
+        self._empty.set()
         self._updating = asyncio.Lock()
         self._numbers = itertools.count()
         self._verified = 0
@@ -135,8 +148,9 @@ class SglangEngine:
         check_request(request, self._caps, self._vocabulary)
         made = Answer([], [], [], "abort", [] if request.sampling.want_support else None)
         budget = min(request.sampling.max_new_tokens, self._caps.max_length_tokens - len(request.ids))
-        problem = ""
-        for _ in range(RETRIES + 1):
+        problem, attempts = "", 0
+        while attempts <= RETRIES:
+            attempts += 1
             if cancel is not None and cancel.is_set:
                 break
             version = await self._turn()
@@ -158,6 +172,7 @@ class SglangEngine:
             if answer.finish_reason != "abort" or (cancel is not None and cancel.is_set) or len(made.ids) >= budget:
                 return made.generation(budget)
             problem = "the server aborted it"
+            attempts -= self._on_swap == "abort" and bool(answer.ids)  # stopped at a swap: as it should
         if cancel is not None and cancel.is_set:
             return made.generation(budget)
         raise EngineError(f"sglang: a request failed {RETRIES + 1} times, at last: {problem}")
@@ -232,6 +247,10 @@ class SglangEngine:
         if self._idle_since is not None:
             self.counts.idle_s += now - self._idle_since
         self.counts.rows += change
+        if self.counts.rows:
+            self._empty.clear()
+        else:
+            self._empty.set()
         self._idle_since = now if self.counts.rows == 0 else None
 
     # ------------------------------------------------------------ weights
@@ -246,6 +265,8 @@ class SglangEngine:
             await self._up.wait()
             self._alive()
             begun = time.perf_counter()
+            if self._on_swap == "drain":
+                await wait_for("sglang: running requests to end before a swap", self._empty.wait(), UPDATE_TIMEOUT_S)
             await self._push(names, update.version)
             self.counts.last_pause_s = time.perf_counter() - begun
             self.counts.swaps += 1
@@ -257,9 +278,8 @@ class SglangEngine:
         """Pause, send the changed tensors, read some back, go on: whatever happens, generation goes on."""
         client = self._there()
         name = f"{version.lineage}:{version.ordinal}"
-        await client.command(
-            "/pause_generation", {"mode": "retract" if self._recompute else "in_place"}, timeout_s=COMMAND_TIMEOUT_S
-        )
+        mode = "abort" if self._on_swap == "abort" else "retract" if self._recompute else "in_place"
+        await client.command("/pause_generation", {"mode": mode}, timeout_s=COMMAND_TIMEOUT_S)
         try:
             if self._recompute:
                 await client.post("/flush_cache", {}, timeout_s=COMMAND_TIMEOUT_S)

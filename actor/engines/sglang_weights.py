@@ -1,7 +1,8 @@
 """The actor's copy of what an SGLang server should hold, and the changed tensors as it takes them.
 
 A delta names only changed values, SGLang overwrites whole tensors: the mirror (bit views, host memory) turns the one
-into the other. It also says what a tensor's first values must read as, which verifies a transfer bit by bit. Called by
+into the other. Low-rank adapters are merged here, in fp32 and before the pause, into the weights that the server gets,
+rounded to their dtype. It also says what a tensor's first values must read as, which verifies a transfer bit by bit. Called by
 `sglang`.
 """
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 from temper.common.bits import ITEM_BYTES, unsigned
 from temper.common.errors import EngineError
+from temper.common.lora import Lora, adapted, parts
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -26,25 +28,40 @@ _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}
 
 
 class Mirror:
-    """Named tensors as bits. Empty until the first full copy."""
+    """Named tensors as bits. Empty until the first full copy. `lora`: what the adapters among them mean."""
 
-    def __init__(self) -> None:
+    def __init__(self, lora: Lora | None = None) -> None:
         self.digest: str | None = None
+        self._lora = lora
+        self._merged: dict[str, Tensor] = {}
         self._bits: dict[str, npt.NDArray] = {}
         self._table: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     def overwrite(self, update: StagedUpdate) -> list[str]:
-        """Apply; the names that changed. EngineError if the update starts from another version."""
+        """Apply; the names of the server's tensors that changed. EngineError if the update starts from another version."""
         if update.base_digest is not None and self.digest not in (update.base_digest, update.digest):
             raise EngineError(f"delta based on {update.base_digest}, the server holds {self.digest}: fetch a full copy")
         if update.base_digest is None:
             self._bits.clear()
             self._table.clear()
+            self._merged.clear()
         self.digest = None  # until all of it is written
         for patch in update.changed:
             self._write(patch)
+        names = list(dict.fromkeys(adapted(patch.name) or patch.name for patch in update.changed))
+        for name in names:
+            self._merge(name)
         self.digest = update.digest
-        return [patch.name for patch in update.changed]
+        return names
+
+    def _merge(self, name: str) -> None:
+        """The tensor that the server gets for a weight with an adapter."""
+        down, up = parts(name)
+        if self._lora is None or up not in self._bits:
+            return
+        extra = self._own(up).float() @ self._own(down).float()
+        weight = self._own(name)
+        self._merged[name] = torch.add(weight.float(), extra, alpha=self._lora.scale).to(weight.dtype)
 
     def _write(self, patch: TensorPatch) -> None:
         if patch.dtype not in ITEM_BYTES:
@@ -57,11 +74,14 @@ class Mirror:
 
     @property
     def names(self) -> list[str]:
-        """All tensors."""
-        return list(self._bits)
+        """All tensors of the server."""
+        return [name for name in self._bits if adapted(name) is None]
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor as torch sees it, sharing the mirror's memory."""
+        """A tensor of the server as torch sees it, sharing the mirror's memory."""
+        return self._merged[name] if name in self._merged else self._own(name)
+
+    def _own(self, name: str) -> Tensor:
         dtype, shape = self._table[name]
         bits = self._bits[name]
         return torch.from_numpy(bits.view(_SIGNED[bits.itemsize])).view(TORCH[dtype]).view(shape)

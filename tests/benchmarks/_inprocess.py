@@ -24,6 +24,7 @@ from temper.common.arrays import join, packed_bytes
 from temper.common.bits import Weights, seal
 from temper.common.config import Recipe
 from temper.common.domains import Domain, Grader
+from temper.common.lora import lora_of
 from temper.common.schedule import Assignment, Schedule
 from temper.common.schema import Group, Lane, Lease
 from temper.learner import models
@@ -64,9 +65,11 @@ class Loop:
             dtype=recipe.model.serving_dtype,
             max_rows=recipe.engine.max_rows,
             max_length_tokens=recipe.model.max_length_tokens,
+            on_swap=recipe.engine.on_swap,
             kv_on_swap=recipe.engine.kv_on_swap,
             deterministic=recipe.run.deterministic,
             threads=recipe.daemons.threads_per_process,
+            lora=lora_of(recipe.model),
         )
         self.schedule = Schedule(recipe.run.seed)
         self.weights: Weights | None = None

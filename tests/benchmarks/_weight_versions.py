@@ -58,7 +58,7 @@ options = {{ dataset = "letter_counting", style = "few_shot", shots = 4, levels 
 
 
 def _inprocess() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("temper_inprocess", Path(__file__).with_name("inprocess.py"))
+    spec = importlib.util.spec_from_file_location("temper_inprocess", Path(__file__).with_name("_inprocess.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
