@@ -32,6 +32,8 @@ class Text:
             raise ConfigError(f"tokenizer.json of the bundle can't be loaded: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._unknown_token = getattr(self._tokenizer.model, "unk_token", None)
+        self._unknown = self._tokenizer.token_to_id(self._unknown_token) if self._unknown_token else None
         self._settings = _json(files, "tokenizer_config.json")
         self.eos_ids = end_ids(files)
         self._template = self._compile(files)
@@ -45,10 +47,16 @@ class Text:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def prompt_ids(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a task's prompt: raw text as a document's beginning, messages through the chat template."""
-        if isinstance(prompt, str):
-            return self.encode(prompt, special=True)
-        return self.encode(self.render(prompt))
+        """Ids of a task's prompt: raw text as a document's beginning, messages through the chat template. ConfigError if
+        the tokenizer has no token for a part of it."""
+        text = prompt if isinstance(prompt, str) else self.render(prompt)
+        ids = self.encode(text, special=isinstance(prompt, str))
+        if self._unknown in ids and self._unknown_token not in text:
+            raise ConfigError(
+                f"the model's tokenizer does not know some character of the prompt {text[:60]!r}: the domain needs another "
+                "model, or the model a recipe with other domains"
+            )
+        return ids
 
     def render(self, messages: Sequence[Mapping[str, str]], *, generation_prompt: bool = True) -> str:
         """Messages as the model's chat text, up to where the assistant answers. ConfigError without a template."""

@@ -26,6 +26,11 @@ def test_ids_and_back_without_special_tokens() -> None:
     assert text.decode([*ids, 0]) == "abc>"
 
 
+def test_a_prompt_with_characters_that_the_tokenizer_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not know some character of the prompt 'abX'"):
+        Text(files()).prompt_ids("abX")
+
+
 def test_end_ids_prefer_the_generation_config() -> None:
     assert end_ids(files()) == (0,)
     assert end_ids(files(**{"generation_config.json": {"eos_token_id": [2, 1]}})) == (2, 1)
