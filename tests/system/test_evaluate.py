@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from temper.cli.export import export
 from temper.common.reports import EVALUATIONS_FILE, read_summary
 
 TEMPER = [sys.executable, "-P", "-m", "temper.cli.main"]
@@ -65,7 +66,7 @@ def evaluated(folder: Path, *arguments: str) -> dict[str, Any]:
     done = temper(folder, "evaluate", *arguments, "--json")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert not list((folder / "tmp").iterdir()), "the evaluation left files behind"
+    assert not list((folder / "tmp").glob("temper-*")), "the evaluation left files behind"
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -96,7 +97,7 @@ def test_a_run_its_checkpoint_and_its_export_are_measured_alike(tmp_path: Path) 
     assert row["greedy"]["interval"] == "wilson"
     assert of_run["mean"] == row["mean_at_k"]["value"], "the floor is in the mean"
 
-    assert temper(tmp_path, "export", "run", "out").returncode == 0
+    export(tmp_path / "run", tmp_path / "out", tmp_path / "run" / "bundle", None, None)
     arguments = ("out", "--recipe", "run/recipe.json", "--domains", "reverse", "--samples", "3", "--k", "1,3")
     of_folder = evaluated(tmp_path, *arguments)
     plain = of_folder["domains"]["reverse"]
@@ -124,7 +125,8 @@ def test_ctrl_c_ends_an_evaluation_and_leaves_nothing(tmp_path: Path) -> None:
             stderr=shown,
         )
     deadline = time.monotonic() + 120
-    while not list((tmp_path / "tmp").glob("temper-evaluate-*/run/logs/eval-1.log")):
+    logs = tmp_path / "tmp"
+    while not any("READY" in log.read_text() for log in logs.glob("temper-evaluate-*/run/logs/eval-1.log")):
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "shown").read_text()
         time.sleep(0.05)
     children = psutil.Process(process.pid).children()
@@ -132,4 +134,4 @@ def test_ctrl_c_ends_an_evaluation_and_leaves_nothing(tmp_path: Path) -> None:
     assert process.wait(60) == 130, (tmp_path / "shown").read_text()
     assert "Traceback" not in (tmp_path / "shown").read_text()
     assert not [one for one in children if one.is_running()]
-    assert not list((tmp_path / "tmp").iterdir())
+    assert not list((tmp_path / "tmp").glob("temper-*"))
