@@ -32,8 +32,8 @@ class Text:
             raise ConfigError(f"tokenizer.json of the bundle can't be loaded: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._unknown_token = getattr(self._tokenizer.model, "unk_token", None)
-        self._unknown = self._tokenizer.token_to_id(self._unknown_token) if self._unknown_token else None
+        self._unknown_token = str(getattr(self._tokenizer.model, "unk_token", None) or "")
+        self._unknown: int | None = self._tokenizer.token_to_id(self._unknown_token) if self._unknown_token else None
         self._settings = _json(files, "tokenizer_config.json")
         self.eos_ids = end_ids(files)
         self._template = self._compile(files)
