@@ -2,7 +2,7 @@
 
 The daemons are those of a run, started and watched by the same supervisor: broker, evaluator and sandbox workers, and a
 learner that publishes the model once and asks for one evaluation (a recipe with ``run.max_steps = 0``). Each domain is
-evaluated sampled and greedily. Everything lies in a temporary folder, which is kept only when something failed.
+evaluated sampled and greedily. Everything lies in a temporary folder; of one that failed, logs and recipe are kept.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from temper.common.errors import ConfigError, RunFailed
 from temper.common.recipe_derived import domain_sampling
 from temper.common.reports import EVALUATIONS_FILE, RECIPE_FILE, Evaluated, decode, write_atomically
 
+PREFIX = "temper-evaluate-"
 PIPE_COLUMNS = 160  # where there is no terminal to ask
 DEADLINE_S = (
     24 * 3600.0
@@ -156,23 +158,29 @@ def derived(recipe: Recipe, samples: int | None, tasks: int | None) -> tuple[Rec
 
 @dataclass(slots=True)
 class Workplace:
-    """The folder of an evaluation; `keep` it when something failed that its logs explain."""
+    """The folder of an evaluation. With `failed` its logs and recipe are `kept` somewhere."""
 
     run_dir: Path
-    keep: bool = False
+    failed: bool = False
+    kept: Path | None = None
 
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Workplace]:
-    """A temporary folder, removed at the end unless it is to be kept."""
-    folder = Path(tempfile.mkdtemp(prefix="temper-evaluate-"))
+    """A temporary folder, removed at the end; those of evaluations that were killed are removed too."""
+    rundir.sweep(Path(tempfile.gettempdir()), PREFIX)
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     place = Workplace(rundir.fresh(folder / "run", "evaluate"))
     try:
         preflight.check_disk(place.run_dir)
         yield place
     finally:
-        if not place.keep:
-            shutil.rmtree(folder, ignore_errors=True)
+        if place.failed:
+            place.kept = Path(tempfile.mkdtemp(prefix=f"{PREFIX}failed-"))
+            for name in ("logs", RECIPE_FILE):
+                if (place.run_dir / name).exists():
+                    shutil.move(place.run_dir / name, place.kept / name)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def exported(target: Target, folder: Path) -> str:
@@ -270,9 +278,9 @@ def main(argv: Sequence[str]) -> int:
     begun = time.monotonic()
     with workplace() as place:
         found, ending = execute(planned, place.run_dir)
-        place.keep = ending.exit_code not in (0, INTERRUPTED_CODE)
-        if place.keep:
-            print(f"logs and recipe are in {place.run_dir}", file=sys.stderr)
+        place.failed = ending.exit_code not in (0, INTERRUPTED_CODE)
+    if place.kept:
+        print(f"its logs and recipe are kept in {place.kept}", file=sys.stderr)
     if ending.exit_code:
         return ending.exit_code
     made = measures(planned, found) if found is not None else {}

@@ -131,7 +131,8 @@ def explain(ending: Ending, supervisor: Supervisor, run_dir: Path, command: str 
         return
     print(f"temper {command}: {ending.reason}", file=sys.stderr)
     if ending.blamed and supervisor.tail(ending.blamed):
-        print(f"last lines of {run_dir / 'logs' / (ending.blamed + '.log')}:", file=sys.stderr)
+        log = f"{ending.blamed}.log" if command != "run" else run_dir / "logs" / f"{ending.blamed}.log"
+        print(f"last lines of {log}:", file=sys.stderr)
         for line in supervisor.tail(ending.blamed):
             print(f"  {line}", file=sys.stderr)
     if command == "run" and any((run_dir / name).exists() for name in ("checkpoints", "learner")):

@@ -85,7 +85,7 @@ def socket_folder() -> Iterator[Path]:
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) > 60:
         base = Path("/tmp")
-    _sweep(base)
+    sweep(base, SOCKET_PREFIX)
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{SOCKET_PREFIX}{os.getpid()}-", dir=base))
     except OSError as error:
@@ -96,9 +96,10 @@ def socket_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sweep(base: Path) -> None:
-    for folder in base.glob(f"{SOCKET_PREFIX}[0-9]*-*"):
-        pid = folder.name.removeprefix(SOCKET_PREFIX).split("-", 1)[0]
+def sweep(base: Path, prefix: str) -> None:
+    """Remove what processes that are gone left in `base`: own folders called PREFIX + their pid + ``-`` ..."""
+    for folder in base.glob(f"{prefix}[0-9]*-*"):
+        pid = folder.name.removeprefix(prefix).split("-", 1)[0]
         try:
             mine = folder.lstat().st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink()
         except OSError:

@@ -161,3 +161,21 @@ def test_the_pace_counts_from_the_first_answer() -> None:
     assert pace.eta_s(106.0) == pytest.approx(12.0)
     pace.take(99, 110.0)
     assert (pace.done, pace.text(110.0)) == (10, "last answers")
+
+
+def test_a_failed_evaluation_keeps_its_logs_and_a_killed_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    killed = tmp_path / f"{evaluate.PREFIX}{2**22 + 1}-x"  # above the largest process id
+    killed.mkdir()
+    with evaluate.workplace() as place:
+        assert not killed.exists()
+        (place.run_dir / "logs" / "learner.log").write_text("why")
+        (place.run_dir / "weights").write_text("much")
+        place.failed = True
+    assert place.kept is not None and (place.kept / "logs" / "learner.log").read_text() == "why"
+    assert list(tmp_path.iterdir()) == [place.kept] and not (place.kept / "weights").exists()
+    with evaluate.workplace() as place:
+        assert place.run_dir.is_dir()
+    assert place.kept is None and len(list(tmp_path.iterdir())) == 1
