@@ -104,9 +104,9 @@ def without_sandbox(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         return recipe, {}
     why = f"nsjail cannot run here: {host.problem}" + (f"; to allow it: {host.remedy}" if host.remedy else "")
     kept = tuple(domain for domain in recipe.domains if not domain.needs_sandbox)
+    if recipe.run.max_steps > 0 and not recipe.sandbox.required and not any(domain.train for domain in kept):
+        raise EnvironmentFault(f"every domain that is trained executes programs, and {why}")
     if recipe.sandbox.required or not kept:
         raise EnvironmentFault(f"domains {', '.join(needing)} execute programs, and {why}")
-    if recipe.run.max_steps > 0 and not any(domain.train for domain in kept):
-        raise EnvironmentFault(f"every domain that is trained executes programs, and {why}")
     daemons = replace(recipe.daemons, sandboxes=0)
     return replace(recipe, domains=kept, daemons=daemons), dict.fromkeys(needing, why)

