@@ -16,6 +16,7 @@ import psutil
 import pytest
 from temper.cli.export import export
 from temper.common.reports import EVALUATIONS_FILE, read_summary
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 TEMPER = [sys.executable, "-P", "-m", "temper.cli.main"]
 RECIPE = """
@@ -84,6 +85,11 @@ def test_a_run_its_checkpoint_and_its_export_are_measured_alike(tmp_path: Path) 
     assert [(line["when"], line["expected"]) for line in lines] == [
         (when, {"reverse": 20, "single": 5}) for when in ("before", "after")
     ]
+
+    board = EventAccumulator(summary.tensorboard)
+    board.Reload()
+    tags = set(board.Tags()["scalars"])
+    assert {"learner/eval/reverse", "learner/floor/single"} <= tags and "learner/eval/single" not in tags
 
     of_run = evaluated(tmp_path, "run")
     assert (of_run["step"], set(of_run["domains"])) == (2, {"reverse", "single"})

@@ -57,6 +57,15 @@ def test_both_forms_show_the_same_facts() -> None:
         assert "reverse 0.31  code -" in text
 
 
+def test_a_floor_is_shown_apart_from_what_is_trained() -> None:
+    made = picture()
+    after = Progress("eval", 13.0, when="after", accuracy={"reverse": 0.9, "bench": 0.0}, floors=["bench"])
+    made.take_progress([after])
+    facts = dict(view.facts(made))
+    assert (facts["eval after"], facts["floor after"]) == ("reverse 0.90", "bench 0.00")
+    assert "floor before" not in facts
+
+
 def test_every_fact_has_a_line_of_its_own_in_the_panel() -> None:
     made = picture()
     lines = [line.strip("│ ") for line in drawn(view.panel(made, 75.0)).splitlines()]
