@@ -26,8 +26,8 @@ max_steps = 2
 [model]
 vocabulary = "abcdefghijklmnopqrstuvwxyz>"
 hidden_size = 32
-layers = 1
-heads = 2
+layers = 2
+heads = 4
 intermediate_size = 64
 max_length_tokens = 12
 [pacing]
@@ -36,8 +36,9 @@ samples_per_group = 4
 [sampling]
 max_new_tokens = 5
 [warm_start]
-max_steps = 60
+max_steps = 200
 until_likelihood = 0.3
+learning_rate = 5e-3
 [eval]
 tasks_per_domain = 20
 samples_per_task = 2
