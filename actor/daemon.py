@@ -177,10 +177,13 @@ class ActorDaemon(PeerDaemon):
         return Holding(self.peer.broker_epoch, attempts=[*self._queued, *running])
 
     def resynced(self, welcome: Welcome) -> None:
-        """Jobs, the bundle and weights on their way were in the broker's memory only: ask again."""
+        """Jobs were in the broker's memory only: ask again."""
         super().resynced(welcome)
         if self._grader is not None:
             self._grader.resend()
+
+    def bulk_resynced(self) -> None:
+        """So were the bundle and weights on their way."""
         if self._client is not None:
             self._client.resynced()
         if self._bundle is not None and not self._bundle.done():

@@ -29,12 +29,13 @@ from temper.common.process import uncollected
 from temper.common.pump import PeerId, Router
 from temper.common.recipe import to_json
 from temper.common.reports import PeerStatus, encode
-from temper.common.schema import Hello, Refused, Welcome
+from temper.common.schema import Hello, Refused, Role, Welcome
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 CLOSE_S = 30.0
 ADDRESS_FILE = "broker.addr"
+FOLLOW_WEIGHTS: tuple[Role, ...] = ("actor", "eval", "learner", "broker")  # who hears of new versions; "broker": relays
 EXIT_ERRORS: dict[int, type[TemperError]] = {1: TemperError, 2: RunFailed, 3: PeerLost}
 
 
@@ -218,7 +219,7 @@ class Broker(Daemon):
                     returning=hello.known_epoch not in (0, self.control.router.epoch),
                 )
             )
-            if self.weights.newest is not None and hello.role in ("actor", "eval", "learner"):
+            if self.weights.newest is not None and hello.role in FOLLOW_WEIGHTS:
                 self.control.router.send(peer, schema.NewVersion(self.weights.newest))
             if self.core.closing:
                 self.control.router.send(peer, schema.Drain("the run is over", self.recipe.run.drain_timeout_s))
@@ -245,7 +246,7 @@ class Broker(Daemon):
     # ------------------------------------------------------------ weights and reports
 
     def _announce_version(self, version: schema.Version) -> None:
-        for peer in self.guests.with_role("actor", "eval", "learner"):
+        for peer in self.guests.with_role(*FOLLOW_WEIGHTS):
             self.control.router.send(peer, schema.NewVersion(version))
 
     def _needed_versions(self) -> tuple[list[schema.Version], list[int]]:

@@ -62,8 +62,6 @@ class Guests:
         mismatch = self.mismatch(hello)
         if mismatch is not None:
             return mismatch
-        if hello.role == "broker":
-            return Refused("role_taken", "this run has its broker: relays are not served by this version")
         present = self.hellos.get(learner or "")
         if hello.role == "learner" and present is not None and present.session != hello.session:
             return Refused("role_taken", f"this run already has a learner: {present.name}")

@@ -95,15 +95,15 @@ class WeightDesk:
         store = self._store
         stored: Stored | None = None
         if body is None:
-            await self._on_disk(lambda: store.forget(peer))
+            await self.on_disk(lambda: store.forget(peer))
         elif isinstance(body, Publish):
-            stored = await self._on_disk(lambda: store.begin(peer, body))
+            stored = await self.on_disk(lambda: store.begin(peer, body))
         elif isinstance(body, Chunk):
             data = memoryview(b"" if frame is None else frame)
             self.stored_nbytes += data.nbytes
-            stored = await self._on_disk(lambda: store.chunk(peer, body, data))
+            stored = await self.on_disk(lambda: store.chunk(peer, body, data))
         elif isinstance(body, Fetch):
-            route = await self._on_disk(lambda: store.route(body.have, body.want, peer))
+            route = await self.on_disk(lambda: store.route(body.have, body.want, peer))
             self._start(peer, route, body.request)
         if stored is None:
             return False
@@ -133,9 +133,9 @@ class WeightDesk:
     async def _upkeep(self, tasks: asyncio.TaskGroup) -> None:
         """Retire what nobody needs; start composing a snapshot when the chain has become long."""
         live, pinned = self.needed()
-        await self._on_disk(lambda: self._store.retain(live, pinned))
+        await self.on_disk(lambda: self._store.retain(live, pinned))
         if self._composing is None or self._composing.done():
-            work = await self._on_disk(self._store.compose)
+            work = await self.on_disk(self._store.compose)
             if work is not None:
                 self._composing = tasks.create_task(self._compose(work))
 
@@ -145,9 +145,10 @@ class WeightDesk:
         except DeltaError as error:
             log(f"weights: no snapshot could be composed, newcomers take the longer way: {error}")
             return
-        await self._on_disk(lambda: self._store.adopt(log_file))
+        await self.on_disk(lambda: self._store.adopt(log_file))
         self.composed += 1
         log(f"weights: composed a snapshot of version {log_file.footer.manifest.version.ordinal}")
 
-    async def _on_disk(self, work: Callable[[], T]) -> T:
+    async def on_disk(self, work: Callable[[], T]) -> T:
+        """`work` in the thread that the store belongs to, after what was begun before."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, work)

@@ -34,13 +34,14 @@ class WeightLog:
 
     lineage: int | None = None
     places: dict[int, Place] = field(default_factory=dict)
+    backfill: bool = False  # a relay's log: versions older than the newest are taken in, too
 
     @classmethod
-    def of(cls, files: Iterable[LogFile]) -> tuple[WeightLog, list[LogFile]]:
+    def of(cls, files: Iterable[LogFile], *, backfill: bool = False) -> tuple[WeightLog, list[LogFile]]:
         """(the log that these files are, files of lineages that it has left behind): the file that was begun last
         decides which lineage is the current one."""
         found = list(files)
-        log = cls()
+        log = cls(backfill=backfill)
         if found:
             log.lineage = max(found, key=lambda f: f.footer.sequence).footer.manifest.version.lineage
         mine = [f for f in found if f.footer.manifest.version.lineage == log.lineage]
@@ -56,7 +57,10 @@ class WeightLog:
             orphans = self.files()
             self.places.clear()
             self.lineage = manifest.version.lineage
+        newest = self.newest()
         place = self.places.setdefault(manifest.version.ordinal, Place(manifest.version))
+        if newest is not None and manifest.version.ordinal < newest.ordinal:
+            self.places = dict(sorted(self.places.items()))
         if manifest.base is None:
             place.snapshot = log_file
         else:
@@ -82,7 +86,7 @@ class WeightLog:
         if version.lineage == self.lineage and newest is not None and not self.holds(version):
             if version.ordinal in self.places:
                 return f"the log holds {self.places[version.ordinal].version.digest} under that ordinal"
-            if version.ordinal < newest.ordinal:
+            if version.ordinal < newest.ordinal and not self.backfill:
                 return f"the log has gone on to {newest.ordinal}"
         if base is None:
             return ""

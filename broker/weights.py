@@ -63,6 +63,7 @@ class WeightStore:
     directory: Path
     run_id: str
     sync: bool = True
+    backfill: bool = False  # of a relay: versions older than the newest are taken in, too
     log: WeightLog = field(default_factory=WeightLog)
     _incoming: _Incoming | None = None
     _sequence: int = 0
@@ -214,7 +215,7 @@ class WeightStore:
                     f"{self.directory} holds weights of run {log_file.footer.run_id}, this is run {self.run_id}:"
                     " use a run directory of its own, or resume that run"
                 )
-        self.log, orphans = WeightLog.of(found)
+        self.log, orphans = WeightLog.of(found, backfill=self.backfill)
         self._drop(orphans)
         self._sequence = max((log_file.footer.sequence for log_file in found), default=0)
 

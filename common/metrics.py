@@ -146,6 +146,15 @@ BROKER_WEIGHTS_STORED = declare(
 BROKER_WEIGHTS_SERVED = declare("broker/weights/served_bytes", "bytes", "counter", "Weight bytes that peers fetched.")
 BROKER_PEERS = declare("broker/peers/connected_count", "peers", "gauge", "Peers connected.")
 
+# ---------------------------------------------------------------- relay
+RELAY_FETCHED = declare("relay/weights/fetched_bytes", "bytes", "counter", "Weight bytes that the parent sent.")
+RELAY_SERVED = declare("relay/weights/served_bytes", "bytes", "counter", "Weight bytes that peers of the site fetched.")
+RELAY_ASKED = declare("relay/weights/asked_count", "requests", "counter", "Times the parent was asked for weights.")
+RELAY_PASSED = declare("relay/messages/passed_count", "messages", "counter", "Control messages passed, both ways.")
+RELAY_DROPPED = declare(
+    "relay/messages/dropped_count", "messages", "counter", "Control messages beyond what a line may have under way."
+)
+RELAY_PEERS = declare("relay/peers/connected_count", "peers", "gauge", "Peers of the site.")
 
 # ---------------------------------------------------------------- learner
 LEARNER_REWARD = declare("learner/reward/*", "reward", "gauge", "Mean reward of a domain's trained samples in a step.")

@@ -52,7 +52,9 @@ class Peer:
     """See the module's text. Make it inside a running loop.
 
     `lost` completes with the cause when the broker was silent for `silence_s`, or refused this process (then `fault` is
-    the error to raise). `on_resync` is called when the broker came back as a new incarnation.
+    the error to raise). `on_resync` is called when the broker came back as a new incarnation, `on_bulk_resync` when what
+    serves weights and the bundle did: the same broker, or a relay before it. With `hold_bulk` what comes on the bulk socket
+    is acknowledged when the application says so (`arrival`, `taken`), which bounds what is under way to it.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Peer:
         window_messages: int = WINDOW_MESSAGES,
         window_bytes: int = WINDOW_BYTES,
         silence_s: float = SILENCE_S,
+        hold_bulk: bool = False,
     ) -> None:
         self.address = parse_address(address)
         self.hello = hello
@@ -74,6 +77,8 @@ class Peer:
         self.fault: BaseException | None = None
         self.over = False  # lost or closed: nothing can be sent any more
         self.on_resync: Callable[[Welcome], None] | None = None
+        self.on_bulk_resync: Callable[[], None] | None = None
+        self.hold_bulk = hold_bulk
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
@@ -151,6 +156,16 @@ class Peer:
         if not settled.done():
             raise self.fault or PeerLost("the connection was closed")
 
+    @property
+    def arrival(self) -> tuple[int, int]:
+        """Names the bulk message that is being handled, for `taken`."""
+        return self._sides[True].arrival
+
+    def taken(self, arrival: tuple[int, int]) -> None:
+        """With `hold_bulk`: everything up to that bulk message is dealt with."""
+        if not self.over:
+            self._sides[True].taken(arrival)
+
     def beat(self, state: State, progress: str = "", waiting_for: str = "", version: Version | None = None) -> None:
         """What the next heartbeats say. The age of the progress counts from when `progress` last changed."""
         if progress != self._beat.progress:
@@ -223,6 +238,8 @@ class Peer:
                 log(f"the broker at {self.address} came back; resuming")
                 if self.on_resync is not None:
                     self.on_resync(welcome)
+            elif self.on_bulk_resync is not None:
+                self.on_bulk_resync()
 
     def settled(self) -> None:
         """One socket has nothing under way; completes `flush` when none has."""

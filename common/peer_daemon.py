@@ -66,6 +66,8 @@ class PeerDaemon(Daemon):
         self._welcome: Welcome | None = None
         self._recipe: Recipe | None = None
 
+    hold_bulk = False  # see `Peer`
+
     def subscribe(self, peer: Peer) -> None:
         """Override: register handlers with ``peer.on``, before the connection is made."""
 
@@ -78,6 +80,10 @@ class PeerDaemon(Daemon):
         """The broker restarted and knows us again; what it had acknowledged it still has, the rest went out again. Override
         to send again what only the broker's memory held, after calling this."""
         self.peer.post(self.holding())
+
+    def bulk_resynced(self) -> None:
+        """Override: whoever serves weights and the bundle (the broker, or a relay before it) restarted; what was asked of
+        it must be asked again."""
 
     @property
     def peer(self) -> Peer:
@@ -97,9 +103,10 @@ class PeerDaemon(Daemon):
     async def start(self) -> None:
         """Connect; everything that the broker tells is there afterwards."""
         keys = load_peer(Path(self.key_file)) if self.key_file else None
-        self._peer = Peer(self.address, self.hello, keys=keys)
+        self._peer = Peer(self.address, self.hello, keys=keys, hold_bulk=self.hold_bulk)
         self._peer.on(Drain, self._on_drain)
         self._peer.on_resync = self.resynced
+        self._peer.on_bulk_resync = self.bulk_resynced
         self.subscribe(self._peer)
         self._welcome = await self._peer.open(self.connect_timeout_s)
         self.spawn(self._watch_broker(self._peer), "broker watch")

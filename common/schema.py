@@ -67,6 +67,7 @@ class Hello(Body, frozen=True):
     limit_messages: int = 0  # credit the broker has to begin with, cumulative like an Ack's
     limit_bytes: int = 0
     known_epoch: int = 0  # the broker's incarnation that this peer last shook hands with, 0 = none
+    via: list[str] = field(default_factory=list)  # relays that passed this on, the nearest to the peer first
 
 
 class Welcome(Body, frozen=True):

@@ -34,6 +34,7 @@ class Owner(Protocol):
     identity: bytes
     epoch: int
     window: tuple[int, int]
+    hold_bulk: bool
     over: bool
 
     def handle(self, body: Body, frames: list[memoryview]) -> None:
@@ -76,6 +77,7 @@ class Side:
         self.session = Session(self.link, b"", owner.epoch, Channel(*owner.window))
         self.welcome: Welcome | None = None
         self.broker_epoch = 0
+        self.arrival = (0, 0)  # broker's incarnation and sequence of the message being handled
         self._acknowledging = False
         self.heard_at = time.monotonic()
 
@@ -100,6 +102,13 @@ class Side:
                 limit_bytes=channel.allowed_bytes,
             )
         )
+
+    def taken(self, arrival: tuple[int, int]) -> None:
+        """Acknowledge what was held up to `arrival`; of a broker that is gone nothing is owed."""
+        epoch, sequence = arrival
+        if epoch == self.broker_epoch and sequence > self.session.channel.acknowledged:
+            self.session.channel.acknowledge(sequence)
+            self._acknowledge_soon()
 
     def close(self) -> None:
         self.link.close()
@@ -151,8 +160,9 @@ class Side:
         elif kind is Ack:
             self.session.on_ack(decode(Ack, parts[1]), now)
         elif sequence == 0 or self.session.channel.arrive(sequence, size) is DELIVER:
+            self.arrival = (epoch, sequence)
             self._owner.handle(decode(kind, parts[1]), [memoryview(part) for part in parts[2:]])
-            if sequence:
+            if sequence and not (self._owner.hold_bulk and self.kind == "bulk"):
                 self.session.channel.acknowledge(sequence)
         self.heard_at = now
         return size

@@ -1,0 +1,306 @@
+"""`Passage`: a relay's control socket: every peer of the site has a line to the parent, and messages pass unchanged.
+
+    passage = Passage("ipc:///site", parent, "relay-1", news=mirror.news, keys=site_keys, parent_keys=my_key)
+
+The two ends of a line are the peer and the run's broker: handshake, sequence numbers, credit, acknowledgements, resends
+and incarnations are theirs, so a lease, a sample, a verdict means the same however many relays lie between, and what a
+relay's death loses is sent again. A line is one connection to the parent under the peer's own routing id; a relay that
+was restarted opens it anew with the next message, and neither end notices more than a gap.
+
+What passes is checked as the broker would (header, sizes, kinds), and bounded (`flow`): a hostile peer is shut out here and
+hurts no other. Only handshakes are read and marked (`Hello.via`), heartbeats and new versions only read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from temper.broker.flow import Flow
+from temper.common.admission import Admission
+from temper.common.errors import ProtocolError
+from temper.common.keys import BrokerKeys, PeerKeys
+from temper.common.link import Link
+from temper.common.log import log
+from temper.common.pump import PeerId
+from temper.common.schema import Ack, Body, Goodbye, Heartbeat, Hello, NewVersion, Refused, Version
+from temper.common.session import check, check_kind, decode
+from temper.common.sockets import Address, Socket, bind, connect, new_epoch, parse_address
+from temper.common.wire import pack_fields, pack_meta
+
+TICK_S = 1.0
+ABSENT_S = 5.0  # of a peer, which says something every second: nobody waits for it any more
+SILENCE_S = 30.0  # of a peer, after which its line is closed
+QUIET_S = 3.0  # of the parent, after which a connection with keys is made anew: ZeroMQ gives a refused key up
+GRACE_S = 2.0  # for the last acknowledgements after a goodbye or a refusal
+LINES = 480  # four descriptors each, and ZeroMQ has 1,023 sockets
+DEPTH = 8
+REMEMBERED = 1024
+TURN_MESSAGES = 256
+TURN_BYTES = 32 * 1024 * 1024
+
+
+class Line:
+    """One peer's line to the parent."""
+
+    __slots__ = (
+        "called_at",
+        "dialed_at",
+        "down",
+        "ending_at",
+        "goodbye",
+        "heard_at",
+        "hello",
+        "link",
+        "parent_at",
+        "peer",
+        "socket",
+        "up",
+        "user",
+        "version",
+    )
+
+    def __init__(self, peer: PeerId, now: float) -> None:
+        self.peer = peer
+        self.hello: Hello | None = None  # None: it was here before this relay was
+        self.version: Version | None = None  # of its last heartbeat
+        self.goodbye = 0  # sequence of its goodbye
+        self.ending_at = 0.0
+        self.user = ""
+        self.heard_at = self.parent_at = self.dialed_at = now
+        self.up, self.down = Flow(), Flow()
+        self.socket: Socket
+        self.link: Link
+
+    @property
+    def works(self) -> bool:
+        """Neither a status client nor on its way out."""
+        return not self.ending_at and (self.hello is None or self.hello.role != "status")
+
+
+class Passage:
+    """See the module. Make it inside a running loop; `close` it. `news(version)` is called for every announced version
+    that passes; `left()` whenever a line ends."""
+
+    def __init__(
+        self,
+        address: str,
+        parent: Address,
+        name: str,
+        *,
+        news: Callable[[Version], None],
+        left: Callable[[], None],
+        keys: BrokerKeys | None = None,
+        parent_keys: PeerKeys | None = None,
+    ) -> None:
+        self.lines: dict[PeerId, Line] = {}
+        self.passed_messages = 0
+        self._dropped = 0
+        self._parent, self._parent_keys, self._name = parent, parent_keys, name
+        self._news, self._left = news, left
+        self._epoch = new_epoch()
+        self._loop = asyncio.get_running_loop()
+        self._closed: OrderedDict[PeerId, Refused] = OrderedDict()
+        self._answered: set[PeerId] = set()
+        self._keys = keys
+        self._admission = Admission.of(keys) if keys is not None else None
+        try:
+            self._bound = bind(parse_address(address), "control", keys)
+        except BaseException:
+            self._leave()
+            raise
+        self._site = Link(self._bound.socket, self._from_site)
+        self._ticked_at = self._loop.time()
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def working(self) -> list[str]:
+        """Names of the peers that are there and whose work is not over."""
+        now = self._loop.time()
+        return [_name(line) for line in self.lines.values() if line.works and now - line.heard_at < ABSENT_S]
+
+    def dropped(self) -> int:
+        """Messages that were too many to be passed on."""
+        return self._dropped + sum(line.up.dropped + line.down.dropped for line in self.lines.values())
+
+    def roles(self) -> Counter[str]:
+        """Peers by role."""
+        return Counter(line.hello.role if line.hello is not None else "peer" for line in self.lines.values())
+
+    def versions(self) -> list[Version]:
+        """What the peers here hold, by their heartbeats."""
+        return [line.version for line in self.lines.values() if line.version is not None]
+
+    def close(self) -> None:
+        """End every line; the peers stay where they are and find the relay again when it comes back."""
+        self._timer.cancel()
+        for line in list(self.lines.values()):
+            self._end(line)
+        self._site.close()
+        self._bound.close(200)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._admission is not None:
+            self._admission.leave()
+            self._admission = None
+
+    # ------------------------------------------------------------ up: from the site to the parent
+
+    def _from_site(self) -> None:
+        count = size = 0
+        now = self._loop.time()
+        while count < TURN_MESSAGES and size < TURN_BYTES:
+            parts = self._site.receive()
+            if parts is None:
+                break
+            count += 1
+            try:
+                size += self._up(parts, now)
+            except ProtocolError as error:
+                self.refuse(parts[0], "malformed", str(error))
+
+    def _up(self, parts: list[Any], now: float) -> int:
+        peer: PeerId = parts[0]
+        if peer in self._closed:
+            self._answer(peer, self._closed[peer])
+            return 0
+        number, flags, version, epoch, sequence, size = check(parts, 1)
+        kind = check_kind(number, sequence, False)
+        if not sequence and len(parts) > 3:
+            raise ProtocolError(f"{kind.__name__} with {len(parts) - 3} array frames, expected none")
+        header, meta = parts[1], parts[2]
+        body = decode(kind, bytes(meta)) if kind in _READ else None
+        if isinstance(body, Hello) and body.role == "learner":
+            self.refuse(peer, "role_taken", LEARNER_REFUSED)
+            return size
+        line = self.lines.get(peer) or self._open(peer, now)
+        if line is None:
+            return size
+        line.heard_at = now
+        if isinstance(body, Hello):
+            meta = pack_meta(self._marked(line, body))
+            header = pack_fields(number, flags, version, epoch, 0, len(meta))
+        elif isinstance(body, Ack):
+            line.down.acknowledged(body.received)
+        elif isinstance(body, Heartbeat):
+            line.version = body.version
+        elif isinstance(body, Goodbye):
+            line.goodbye = sequence
+        if line.up.admit(sequence, size, now) and line.link.send(b"", header, meta, parts[3:]):
+            self.passed_messages += 1
+        return size
+
+    def _open(self, peer: PeerId, now: float) -> Line | None:
+        if len(self.lines) >= LINES:
+            self._answer(peer, Refused("overflow", f"this relay serves {LINES} peers already: start another one"))
+            return None
+        line = Line(peer, now)
+        line.user = self._site.user() if self._keys else ""
+        self._dial(line, now)
+        self.lines[peer] = line
+        return line
+
+    def _dial(self, line: Line, now: float) -> None:
+        line.socket = connect(self._parent, "control", line.peer, self._parent_keys)
+        line.link = Link(line.socket, lambda: self._from_parent(line))
+        line.dialed_at = now
+
+    def _marked(self, line: Line, hello: Hello) -> Hello:
+        if len(hello.via) >= DEPTH:
+            raise ProtocolError(f"handshake over {len(hello.via)} relays ({', '.join(hello.via)}): at most {DEPTH}")
+        if line.hello is None and hello.role != "status":
+            log(f"{hello.role} {hello.name} joined (pid {hello.pid} on {hello.host or 'this host'})")
+        line.hello = hello
+        return msgspec.structs.replace(hello, via=[*hello.via, self._name])
+
+    # ------------------------------------------------------------ down: from the parent to the site
+
+    def _from_parent(self, line: Line) -> None:
+        count = size = 0
+        now = self._loop.time()
+        while count < TURN_MESSAGES and size < TURN_BYTES:
+            parts = line.link.receive()
+            if parts is None:
+                break
+            count += 1
+            try:
+                size += self._down(line, parts, now)
+            except ProtocolError as error:
+                log(f"the parent sent {_name(line)} something malformed, which is not passed on: {error}")
+
+    def _down(self, line: Line, parts: list[Any], now: float) -> int:
+        number, _, _, _, sequence, size = check(parts, 0)
+        kind = check_kind(number, sequence, False)
+        line.parent_at = now
+        if kind is Ack:
+            received = decode(Ack, bytes(parts[1])).received
+            line.up.acknowledged(received)
+            if line.goodbye and received >= line.goodbye:
+                line.ending_at = line.ending_at or now + GRACE_S
+                self._left()
+        elif kind is NewVersion:
+            self._news(decode(NewVersion, bytes(parts[1])).version)
+        elif kind is Refused and decode(Refused, bytes(parts[1])).code != "hello":
+            line.ending_at = line.ending_at or now + GRACE_S
+            self._left()
+        if line.down.admit(sequence, size, now) and self._site.send(line.peer, parts[0], parts[1], parts[2:]):
+            self.passed_messages += 1
+        return size
+
+    # ------------------------------------------------------------ ends
+
+    def refuse(self, peer: PeerId, code: str, reason: str) -> None:
+        """Shut a peer out, telling it why; the run's broker finds it silent."""
+        refused = Refused(code, reason)
+        self._closed[peer] = refused
+        if len(self._closed) > REMEMBERED:
+            self._closed.popitem(last=False)
+        self._answer(peer, refused)
+        line = self.lines.get(peer)
+        if line is not None:
+            log(f"{_name(line)} is shut out: {reason}")
+            self._end(line)
+
+    def _answer(self, peer: PeerId, refused: Refused) -> None:
+        """Answer in the relay's own name, at most once a tick."""
+        if peer in self._answered or len(self._answered) >= REMEMBERED:
+            return
+        self._answered.add(peer)
+        meta = pack_meta(refused)
+        self._site.send(peer, pack_fields(Refused.KIND, 0, 0, self._epoch, 0, len(meta)), meta, ())
+
+    def _end(self, line: Line) -> None:
+        self.lines.pop(line.peer, None)
+        self._dropped += line.up.dropped + line.down.dropped
+        line.link.close()
+        line.socket.close(linger=200)
+        self._left()
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        late = max(now - self._ticked_at - 2 * TICK_S, 0.0)  # it was us who did not listen
+        self._ticked_at = now
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+        self._answered.clear()
+        for line in list(self.lines.values()):
+            line.heard_at += late
+            line.parent_at += late
+            if now - line.heard_at > SILENCE_S or (line.ending_at and now > line.ending_at):
+                self._end(line)
+            elif self._keys and self._admission and not self._admission.admits(self._keys, line.user):
+                self.refuse(line.peer, "key", "the key of this peer was revoked")
+            elif self._parent_keys is not None and now - max(line.parent_at, line.dialed_at) > QUIET_S:
+                line.link.close()
+                line.socket.close(linger=0)
+                self._dial(line, now)
+
+
+LEARNER_REFUSED = "a learner publishes weights, which a relay only passes on: connect it to the run's broker itself"
+_READ: frozenset[type[Body]] = frozenset({Hello, Ack, Heartbeat, Goodbye})
+
+
+def _name(line: Line) -> str:
+    return line.hello.name if line.hello is not None else f"a peer that was here before ({line.peer.hex()[:8]})"
