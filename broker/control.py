@@ -33,6 +33,7 @@ BESIDE_SAMPLES = frozenset(
     body.KIND for body in (schema.Touch, schema.Heartbeat, schema.Metrics, schema.Job, schema.JobDone, schema.JobCancel)
 )
 """Kinds that may be handled before samples that came earlier: what they change, samples do not look at."""
+GAUGES_KEPT = 2048  # of the learner, for status
 
 
 class ControlDesk:
@@ -58,6 +59,7 @@ class ControlDesk:
         self.router: Router
         self.samples: Counter[str] = Counter()
         self.sampled_tokens = 0.0
+        self.learner_gauges: dict[str, float] = {}
         self._finish, self._status, self._fail_after_s = finish, status, fail_after_s
         self.commits = Commits(core, ledger, meter, self._perform, broken)
         self._scheduled = False
@@ -148,6 +150,8 @@ class ControlDesk:
                 self.commits.turn.verdicts[body.job_id] = delivery.frames
                 self.take(ev.Received(key, body))
             case schema.Metrics():
+                if key == self.core.learner and len(self.learner_gauges) < GAUGES_KEPT:
+                    self.learner_gauges.update(body.gauges)
                 self.relay(body)
             case schema.StatusRequest():
                 self.router.send(delivery.peer, schema.StatusReport(), [self._status()])

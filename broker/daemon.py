@@ -7,6 +7,7 @@ import contextlib
 import time
 from pathlib import Path
 
+import msgspec
 from temper.broker import events as ev
 from temper.broker import stats
 from temper.broker.bulk import BulkDesk
@@ -261,11 +262,46 @@ class Broker(Daemon):
             time.monotonic() - self.started,
             self.control.samples,
             int(self.control.sampled_tokens),
+            self.control.learner_gauges,
         )
-        peers = {}
-        for key, hello in self.guests.hellos.items():
-            peer = self.guests.id(key)
-            if hello.role != "status" and peer is not None:
-                silent_s = round(self.control.router.heard(peer), 3)
-                peers[key] = PeerStatus(hello.name, hello.role, host=hello.host, pid=hello.pid, silent_s=silent_s)
-        return encode(stats.run_status(self.core, facts, self.guests.beats, peers))
+        peers = {
+            key: self._connection(peer, hello)
+            for key, hello in self.guests.hellos.items()
+            if hello.role != "status" and (peer := self.guests.id(key)) is not None
+        }
+        weights = msgspec.structs.replace(
+            self.weights.outline,
+            stored_bytes=self.weights.stored_nbytes,
+            served_bytes=self.weights.served_nbytes,
+            needed=self._needs(),
+        )
+        return encode(stats.run_status(self.core, facts, self.guests.beats, peers, weights))
+
+    def _connection(self, peer: PeerId, hello: Hello) -> PeerStatus:
+        router = self.control.router
+        messages, size = router.credit(peer)
+        queued, queued_size = router.backlog(peer)
+        return PeerStatus(
+            hello.name,
+            hello.role,
+            host=hello.host,
+            pid=hello.pid,
+            silent_s=round(router.heard(peer), 3),
+            via=hello.via,
+            credit_messages=messages,
+            credit_bytes=size,
+            unacked_messages=router.unacknowledged(peer),
+            queued_messages=queued,
+            queued_bytes=queued_size,
+        )
+
+    def _needs(self) -> dict[str, list[str]]:
+        """Who holds or waits for which version: the log keeps the ways from and to these."""
+        needs: dict[str, list[str]] = {}
+        for key, beat in self.guests.beats.items():
+            if beat.version is not None and key in self.guests.hellos:
+                version = f"{beat.version.ordinal} {beat.version.digest}"
+                needs.setdefault(version, []).append(self.guests.hellos[key].name)
+        for ordinal in sorted(set(self._needed_versions()[1])):
+            needs.setdefault(str(ordinal), []).append("evaluation")
+        return needs

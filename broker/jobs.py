@@ -82,6 +82,13 @@ class JobBook:
         """Jobs that no worker runs yet."""
         return sum(not job.worker for job in self.jobs.values())
 
+    def by_domain(self) -> dict[str, dict[str, int]]:
+        """domain -> how many of its jobs wait and run."""
+        found: dict[str, dict[str, int]] = {}
+        for job in self.jobs.values():
+            found.setdefault(job.domain, {"waiting": 0, "running": 0})["running" if job.worker else "waiting"] += 1
+        return found
+
     def add_worker(self, worker: PeerKey, slots: int) -> None:
         """A sandbox worker with that many free slots."""
         self.slots[worker] = slots

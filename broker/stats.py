@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import msgspec
 from temper.broker.core import BrokerCore
 from temper.broker.events import PeerKey
+from temper.broker.groups import ACTIVE
 from temper.broker.ledger import Ledger
+from temper.broker.waits import chain, sentence, waits
 from temper.broker.weight_desk import WeightDesk
 from temper.common import metrics
 from temper.common.metrics import Meter
-from temper.common.reports import PeerStatus, RunStatus
-from temper.common.schema import Heartbeat
+from temper.common.reports import LagStatus, LetterStatus, PeerStatus, RunStatus, WeightsStatus
+from temper.common.schema import Heartbeat, Lane
+
+__all__ = ["Facts", "count", "gauge", "lag_of", "run_status", "waits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,43 +29,25 @@ class Facts:
     uptime_s: float
     samples: Mapping[str, int]
     sampled_tokens: int
-
-
-def waits(core: BrokerCore) -> list[str]:
-    """What the run waits for, as seen from the broker: one line each, nothing when all goes on."""
-    roles = Counter(peer.role for peer in core.peers.values())
-    found = []
-    if core.over is not None:
-        return ["the end: peers are draining"]
-    if core.learner is None:
-        found.append("the learner: it has not come" if core.owner is None else "the learner: it is gone")
-    elif core.phase is None or core.learner != core.owner:
-        found.append("the learner: it prepares")
-    lane = core.lane
-    if lane is not None:
-        if not roles["actor"]:
-            found.append("an actor: none is connected")
-        elif core.demand[lane] and core.groups.ready(lane) is None:
-            found.append(f"actors: the learner has asked for {core.demand[lane]} more groups")
-        elif not core.demand[lane] and core.groups.counts[lane]["queued"]:
-            found.append("the learner: groups are ready")
-    if core.groups.active["eval"] and not roles["eval"]:
-        found.append("an evaluator: none is connected")
-    if core.jobs.waiting and not roles["sandbox"]:
-        found.append(f"a sandbox worker: {core.jobs.waiting} jobs and none is connected")
-    return found
+    learner_gauges: Mapping[str, float] = field(default_factory=dict)
 
 
 def run_status(
-    core: BrokerCore, facts: Facts, beats: Mapping[PeerKey, Heartbeat], peers: Mapping[PeerKey, PeerStatus]
+    core: BrokerCore,
+    facts: Facts,
+    beats: Mapping[PeerKey, Heartbeat],
+    peers: Mapping[PeerKey, PeerStatus],
+    weights: WeightsStatus | None = None,
 ) -> RunStatus:
-    """The whole picture. `peers` gives each peer's fixed facts and silence; heartbeats fill in the rest."""
+    """The whole picture. `peers` gives each peer's fixed facts, silence and credit; heartbeats fill in the rest."""
     lanes = ("train", "demo")
     groups = core.groups.counts
+    nbytes = core.groups.nbytes()
     fates = {"trained": groups["train"]["trained"]}
     fates |= {f"void ({reason})": n for reason, n in sorted(core.groups.voids["train"].items())}
     fates |= {"warm start": groups["demo"]["trained"], "evaluated": groups["eval"]["reported"]}
     phase = core.phase.phase if core.phase is not None else "waiting"
+    links = chain(core, beats)
     return RunStatus(
         run_id=facts.run_id,
         name=facts.name,
@@ -73,7 +59,7 @@ def run_status(
         version=core.version,
         lineage=core.lineage or 0,
         queued_groups=sum(groups[lane]["queued"] for lane in lanes),
-        queued_bytes=core.groups.nbytes()["queued"],
+        queued_bytes=nbytes["queued"],
         leased_groups=sum(groups[lane]["leased"] for lane in lanes),
         leases_in_flight=sum(core.leases.counts[lane]["in flight"] for lane in core.leases.counts),
         jobs_queued=core.jobs.waiting,
@@ -85,25 +71,62 @@ def run_status(
         peers=[_peer(core, key, peer, beats.get(key)) for key, peer in peers.items()],
         paused_domains=dict(core.paused),
         letters=[_letter(letter) for letter in list(core.letters)[-20:]],
+        leases={lane: _leases(core, lane) for lane in ("train", "eval", "demo") if core.leases.counts[lane]},
+        attempts={how: n for how, n in core.leases.attempts.items() if n},
+        queues={
+            lane: {state: groups[lane][state] for state in ACTIVE} for lane in ("train", "eval", "demo") if groups[lane]
+        },
+        group_bytes=nbytes,
+        demand={lane: n for lane, n in core.demand.items() if n},
+        jobs_by_domain=core.jobs.by_domain(),
+        lag=lag_of(facts.learner_gauges),
+        weights=weights,
+        dead_letters=[msgspec.convert(letter, LetterStatus) for letter in core.letters],
+        waits=links,
+        chain=sentence(links),
+    )
+
+
+def _leases(core: BrokerCore, lane: Lane) -> dict[str, int]:
+    """Leases of a lane by state; those in flight also by whether they are out or wait to go out (again)."""
+    counts = {state: n for state, n in core.leases.counts[lane].items() if n}
+    waiting = len(core.leases.waiting[lane])
+    return counts | {"out": counts.get("in flight", 0) - waiting, "waiting": waiting}
+
+
+def lag_of(gauges: Mapping[str, float]) -> LagStatus | None:
+    """The lag of the learner's last step, from the gauges that it reports; None before the first."""
+    share, length = metrics.LEARNER_LAG_SHARE.removesuffix("*"), metrics.LEARNER_LAG_LENGTH.removesuffix("*")
+    shares = {
+        str(int(n)): v for name, v in gauges.items() if name.startswith(share) and (n := name[len(share) :]).isdecimal()
+    }
+    lengths = {
+        int(n): v for name, v in gauges.items() if name.startswith(length) and (n := name[len(length) :]).isdecimal()
+    }
+    if not shares:
+        return None
+    return LagStatus(
+        mean=gauges.get(metrics.LEARNER_LAG_MEAN, 0.0),
+        p99=gauges.get(metrics.LEARNER_LAG_P99, 0.0),
+        max=gauges.get(metrics.LEARNER_LAG_MAX, 0.0),
+        shares={lag: round(v, 4) for lag, v in sorted(shares.items(), key=lambda item: int(item[0])) if v > 0},
+        by_length=[round(lengths[decile], 4) for decile in sorted(lengths)],
     )
 
 
 def _peer(core: BrokerCore, key: PeerKey, peer: PeerStatus, beat: Heartbeat | None) -> PeerStatus:
     beat = beat or Heartbeat("STARTING")
-    held = len(core.leases.held.get(key, ())) + len(core.jobs.running.get(key, ()))
-    return PeerStatus(
-        name=peer.name,
-        role=peer.role,
+    record = core.peers.get(key)
+    return msgspec.structs.replace(
+        peer,
         state=beat.state,
-        host=peer.host,
-        pid=peer.pid,
         progress=beat.progress,
-        progress_age_s=beat.progress_age_s,
+        progress_age_s=round(beat.progress_age_s, 3),
         waiting_for=beat.waiting_for,
-        silent_s=peer.silent_s,
         version=beat.version.ordinal if beat.version is not None else None,
         digest=beat.version.digest if beat.version is not None else "",
-        in_flight=held,
+        in_flight=len(core.leases.held.get(key, ())) + len(core.jobs.running.get(key, ())),
+        slots=record.slots if record is not None else 0,
     )
 
 

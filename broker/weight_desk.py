@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 from temper.broker.weight_files import LogFile
+from temper.broker.weight_outline import outline
 from temper.broker.weights import Route, WeightStore
 from temper.common.delta import DeltaError
 from temper.common.log import log
@@ -49,6 +50,7 @@ class WeightDesk:
     ) -> None:
         self.needed: Callable[[], tuple[Iterable[Version], Iterable[int]]] = lambda: ((), ())
         self.newest = store.newest()
+        self.outline = outline(store.log)
         self.served_nbytes = 0
         self.stored_nbytes = 0
         self.composed = 0
@@ -134,6 +136,7 @@ class WeightDesk:
         """Retire what nobody needs; start composing a snapshot when the chain has become long."""
         live, pinned = self.needed()
         await self.on_disk(lambda: self._store.retain(live, pinned))
+        await self._outline()
         if self._composing is None or self._composing.done():
             work = await self.on_disk(self._store.compose)
             if work is not None:
@@ -146,8 +149,12 @@ class WeightDesk:
             log(f"weights: no snapshot could be composed, newcomers take the longer way: {error}")
             return
         await self.on_disk(lambda: self._store.adopt(log_file))
+        await self._outline()
         self.composed += 1
         log(f"weights: composed a snapshot of version {log_file.footer.manifest.version.ordinal}")
+
+    async def _outline(self) -> None:
+        self.outline = await self.on_disk(lambda: outline(self._store.log))
 
     async def on_disk(self, work: Callable[[], T]) -> T:
         """`work` in the thread that the store belongs to, after what was begun before."""

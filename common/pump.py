@@ -180,6 +180,14 @@ class Router:
         remote = self._peers.get(peer)
         return remote.session.channel.unacked if remote is not None else 0
 
+    def credit(self, peer: PeerId) -> tuple[int, int]:
+        """(messages, bytes) that the peer still allows; (0, 0) for one that is gone."""
+        remote = self._peers.get(peer)
+        if remote is None:
+            return 0, 0
+        channel = remote.session.channel
+        return max(channel.limit_messages - channel.sent, 0), max(channel.limit_bytes - channel.sent_bytes, 0)
+
     def heard(self, peer: PeerId) -> float:
         """Seconds since the peer was last heard; 0 for one that is gone."""
         remote = self._peers.get(peer)

@@ -26,34 +26,89 @@ RECIPE_FILE = "recipe.json"
 
 
 class PeerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One peer of the broker, as its heartbeats describe it. Ages in seconds."""
+    """One peer of the broker, as its heartbeats and its connection describe it."""
 
-    name: str
-    role: str
-    state: str = ""
-    host: str = ""
-    pid: int = 0
-    progress: str = ""
-    progress_age_s: float = 0.0
-    waiting_for: str = ""
-    silent_s: float = 0.0
-    version: int | None = None
-    digest: str = ""
+    name: str  # what it calls itself
+    role: str  # actor, sandbox, learner, eval, or broker for a relay
+    state: str = ""  # STARTING, READY, DRAINING, STOPPED, FAILED
+    host: str = ""  # where it runs
+    pid: int = 0  # its process there
+    progress: str = ""  # the last thing it got done
+    progress_age_s: float = 0.0  # seconds since then
+    waiting_for: str = ""  # whom it waits for, for what, how long; "WHOM: WHAT (n s)", joined by "; "
+    silent_s: float = 0.0  # seconds since the broker heard of it
+    version: int | None = None  # ordinal of the weights it serves (actor, eval), has published (learner), keeps (relay)
+    digest: str = ""  # root digest of those weights
     in_flight: int = 0  # leases or sandbox jobs it holds
+    slots: int = 0  # how many of them it takes at once
+    via: list[str] = field(default_factory=list)  # relays between it and the broker, the nearest to the peer first
+    credit_messages: int = 0  # messages that the broker may still send to it
+    credit_bytes: int = 0  # bytes that the broker may still send to it
+    unacked_messages: int = 0  # messages sent to it and not acknowledged yet
+    queued_messages: int = 0  # messages that wait for its credit
+    queued_bytes: int = 0  # bytes of those
+
+
+class LagStatus(msgspec.Struct, frozen=True):
+    """Token lag of the last training step: version at its start minus the version that sampled the token."""
+
+    mean: float = 0.0  # versions
+    p99: float = 0.0  # versions
+    max: float = 0.0  # versions
+    shares: dict[str, float] = field(default_factory=dict)  # lag -> share of the trained tokens; "16": 16 and more
+    by_length: list[float] = field(default_factory=list)  # mean lag by decile of generated length, shortest first
+
+
+class WeightsStatus(msgspec.Struct, frozen=True):
+    """The weight log: one snapshot, then deltas."""
+
+    ordinal: int | None = None  # newest version; null: nothing was published yet
+    lineage: int = 0  # its lineage
+    digest: str = ""  # its root digest
+    versions: int = 0  # versions that can be fetched
+    snapshot: int | None = None  # ordinal of the snapshot that a newcomer starts from
+    snapshot_bytes: int = 0  # its size
+    deltas: int = 0  # deltas from there to the newest version
+    delta_bytes: int = 0  # their size
+    full_bytes: int = 0  # a full copy of the newest version
+    disk_bytes: int = 0  # everything the log keeps
+    stored_bytes: int = 0  # taken from the learner since the broker started
+    served_bytes: int = 0  # sent to peers since the broker started
+    needed: dict[str, list[str]] = field(default_factory=dict)  # "ordinal digest" -> who holds or needs that version
+
+
+class LetterStatus(msgspec.Struct, frozen=True):
+    """A dead letter: a lease that was given up, wholly or in part."""
+
+    lease_id: int  # also the group's id
+    lane: str  # train, eval or demo
+    domain: str  # whose task it was
+    task_seed: int  # with the level, what makes the task again
+    reason: str  # quarantined (the task failed by itself) or infra (its budget of infrastructure failures was spent)
+    attempts: int  # how often it went out
+    error: str  # what the last attempt died of
+
+
+class WaitStatus(msgspec.Struct, frozen=True):
+    """One link of the chain of who waits for whom."""
+
+    who: str  # the waiting side
+    whom: str  # the side waited for; empty: it works, and the chain ends here
+    what: str  # for what, or what it does
 
 
 class RunStatus(msgspec.Struct, frozen=True):
     """The whole picture at one moment. Counts are totals since the run began unless they say "now"."""
 
-    run_id: str = ""
-    name: str = ""
+    run_id: str = ""  # drawn at the run's start
+    name: str = ""  # run.name of the recipe
     phase: str = ""  # waiting, warm, train, eval, over
-    reason: str = ""
-    uptime_s: float = 0.0
-    steps_done: int = 0
-    max_steps: int = 0
-    version: int = 0
-    lineage: int = 0
+    reason: str = ""  # of the phase: what is waited for, or how the run ended
+    uptime_s: float = 0.0  # of the broker's process
+    steps_done: int = 0  # RL steps
+    max_steps: int = 0  # of the recipe
+    version: int = 0  # ordinal: steps done, warm-start steps included
+    lineage: int = 0  # of the present learner
     queued_groups: int = 0  # now: complete, waiting for the learner
     queued_bytes: int = 0  # now
     leased_groups: int = 0  # now: with the learner
@@ -63,10 +118,21 @@ class RunStatus(msgspec.Struct, frozen=True):
     groups: dict[str, int] = field(default_factory=dict)  # by fate: trained, void (reason), quarantined ...
     samples: dict[str, int] = field(default_factory=dict)  # by fate: accepted, refused ...
     jobs: dict[str, int] = field(default_factory=dict)  # finished sandbox jobs by outcome
-    sampled_tokens: int = 0
-    peers: list[PeerStatus] = field(default_factory=list)
+    sampled_tokens: int = 0  # by all actors, as they report
+    peers: list[PeerStatus] = field(default_factory=list)  # everybody connected but status clients
     paused_domains: dict[str, str] = field(default_factory=dict)  # domain -> why it gets no leases
     letters: list[str] = field(default_factory=list)  # the last things that were given up, and why
+    leases: dict[str, dict[str, int]] = field(default_factory=dict)  # lane -> state -> leases; now: out, waiting
+    attempts: dict[str, int] = field(default_factory=dict)  # ended attempts: done, returned, expired
+    queues: dict[str, dict[str, int]] = field(default_factory=dict)  # lane -> assembling, queued, leased -> groups now
+    group_bytes: dict[str, int] = field(default_factory=dict)  # now: assembling, queued, leased -> bytes
+    demand: dict[str, int] = field(default_factory=dict)  # now: lane -> groups the learner still asks for
+    jobs_by_domain: dict[str, dict[str, int]] = field(default_factory=dict)  # now: domain -> waiting, running
+    lag: LagStatus | None = None  # of the last step; null before the first
+    weights: WeightsStatus | None = None  # the weight log
+    dead_letters: list[LetterStatus] = field(default_factory=list)  # the last 200, oldest first
+    waits: list[WaitStatus] = field(default_factory=list)  # who waits for whom, link by link, from the learner on
+    chain: str = ""  # the same in words
 
 
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):

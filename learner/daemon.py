@@ -53,6 +53,10 @@ from temper.learner.step import Interrupted
 
 T = TypeVar("T")
 
+LAGS = (names.LEARNER_LAG_MEAN, names.LEARNER_LAG_P99, names.LEARNER_LAG_MAX)
+SHARES = names.LEARNER_LAG_SHARE.removesuffix("*")
+LENGTHS = names.LEARNER_LAG_LENGTH.removesuffix("*")
+
 
 class Drained(Exception):
     """The daemon was told to drain while it waited: the loop ends between two steps."""
@@ -381,6 +385,15 @@ class LearnerDaemon(PeerDaemon):
         for name in (names.LEARNER_TOKENS, names.LEARNER_PACKED, names.LEARNER_ROW_TOKENS, names.LEARNER_STEPS):
             self.meter.add(name, metrics.get(name, (0.0, 0.0))[0])
         self.meter.add(names.LEARNER_WAIT, wait_s)
+        lags = {name: total / count for name, (total, count) in metrics.items() if name in LAGS and count}
+        shares = {
+            name: total / count
+            for name, (total, count) in metrics.items()
+            if count and name.startswith((SHARES, LENGTHS))
+        }
+        gone = {name: 0.0 for name in self.meter.gauges if name.startswith((SHARES, LENGTHS))}
+        for name, value in (gone | lags | shares).items():
+            self.meter.set(name, value)
 
     # ------------------------------------------------------------ groups
 
