@@ -19,6 +19,8 @@ from temper.common.peer import Peer, new_session
 from temper.common.reports import RunStatus, decode
 from temper.common.schema import Hello, StatusReport, StatusRequest
 
+ADDRESS_FILE = "broker.addr"  # in the directory of a broker or relay, as long as it runs
+
 
 class StatusClient:
     """One connection; `fetch` may be called again and again."""
@@ -32,6 +34,11 @@ class StatusClient:
         )
         self._peer.on(StatusReport, self._report)
         self._answer: asyncio.Future[RunStatus] | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection is over for good."""
+        return self._peer.over
 
     async def open(self, timeout_s: float) -> None:
         """Connect; PeerLost when no broker answers within `timeout_s`."""
@@ -60,8 +67,22 @@ class StatusClient:
             self._answer.set_result(decode(bytes(frames[0]), RunStatus, f"the broker at {self.address}"))
 
 
+def newest_run(folder: Path = Path("runs")) -> Path:
+    """The run under `folder` that was started last and still goes on; ConfigError when there is none."""
+    running = sorted(
+        [*folder.glob(f"*/{RUN_FILE}"), *folder.glob(f"*/{ADDRESS_FILE}")], key=lambda path: path.stat().st_mtime
+    )
+    if not running:
+        raise ConfigError("no run is going on under ./runs: say which with --run DIR or --broker ADDRESS")
+    return running[-1].parent
+
+
 def address_of(run_dir: Path) -> str:
-    """The broker's address that a run directory's run.json names; ConfigError when no run is going on there."""
+    """The broker's address that a run directory names: run.json of `temper run`, or broker.addr of a broker or relay that
+    was started by itself. ConfigError when no run is going on there."""
+    alone = run_dir / ADDRESS_FILE
+    if not (run_dir / RUN_FILE).exists() and alone.exists():
+        return alone.read_text(encoding="utf-8").strip()
     try:
         facts = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
         address, pid = str(facts["address"]), int(facts["pid"])

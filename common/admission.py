@@ -105,9 +105,7 @@ class Admission:
             public = z85.encode(credentials[0]).decode() if len(credentials[0]) == 32 else ""
         if names is not None and public in names.names():
             return [b"1.0", request_id, b"200", b"OK", public.encode(), b""]
-        log(
-            f"a connection from {address.decode('ascii', 'replace')} was refused: its key {public or '?'} is not allowed"
-        )
+        self._log_refusal(address.decode("ascii", "replace"), public)
         return [b"1.0", request_id, b"400", b"key not allowed", b"", b""]
 
     def _log_refusal(self, address: str, public: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from temper.common import schema
 from temper.common.arrays import pack_arrays
+from temper.common.keys import PeerKeys
 from temper.common.peer import Peer, new_session
 from temper.common.reports import RunStatus, decode
 from temper.common.schema import Hello
@@ -42,8 +43,17 @@ module = "temper.actor.domains.reverse"
 class Guest:
     """A scripted peer: every message it gets waits in a queue of its type."""
 
-    def __init__(self, address: str, role: str, name: str, slots: int = 0, run_id: str | None = None) -> None:
-        self.peer = Peer(address, Hello(role, name, new_session(), run_id, pid=os.getpid(), slots=slots))  # type: ignore[arg-type]
+    def __init__(
+        self,
+        address: str,
+        role: str,
+        name: str,
+        slots: int = 0,
+        run_id: str | None = None,
+        keys: PeerKeys | None = None,
+    ) -> None:
+        hello = Hello(role, name, new_session(), run_id, pid=os.getpid(), slots=slots)  # type: ignore[arg-type]
+        self.peer = Peer(address, hello, keys=keys)
         self.queues: dict[type[schema.Body], asyncio.Queue[tuple[Any, list[memoryview]]]] = {}
         for kind in schema.BODIES.values():
             self.queues[kind] = asyncio.Queue()

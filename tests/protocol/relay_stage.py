@@ -16,6 +16,7 @@ from broker_stage import Guest, Stage
 from temper.actor.weights import WeightClient
 from temper.common import schema
 from temper.common.bits import TensorBits, Tensors
+from temper.common.keys import PeerKeys
 from temper.common.schema import Version
 from temper.learner.publisher import Publisher
 
@@ -25,10 +26,10 @@ DEADLINE_S = 30.0
 class Relay:
     """One relay process below a parent's address."""
 
-    def __init__(self, folder: Path, name: str, parent: str, *arguments: str) -> None:
+    def __init__(self, folder: Path, name: str, parent: str, *arguments: str, address: str = "") -> None:
         self.name = name
         self.run_dir = folder / name
-        self.address = f"ipc://{folder / (name + '.s')}"
+        self.address = address or f"ipc://{folder / (name + '.s')}"
         self.command = [sys.executable, "-P", "-m", "temper.broker", "--relay", parent, "--run", str(self.run_dir)]
         self.command += ["--bind", self.address, "--name", name, *arguments]
         self.process: asyncio.subprocess.Process | None = None
@@ -67,6 +68,8 @@ async def relays(scene: Stage, folder: Path, depth: int = 1) -> AsyncIterator[li
             await chain[-1].start()
         yield chain
     finally:
+        await asyncio.gather(*(guest.peer.close("done", 0, timeout_s=0.2) for guest in scene.guests))
+        scene.guests.clear()
         for relay in chain:
             await relay.kill()
 
@@ -107,8 +110,10 @@ class Writer:
 class LightActor:
     """A peer of role actor (or eval) that follows weights and nothing else, and says in its heartbeats what it holds."""
 
-    def __init__(self, scene: Stage, address: str, name: str, role: str = "actor") -> None:
-        self.guest = Guest(address, role, name)
+    def __init__(
+        self, scene: Stage, address: str, name: str, role: str = "actor", keys: PeerKeys | None = None
+    ) -> None:
+        self.guest = Guest(address, role, name, keys=keys)
         scene.guests.append(self.guest)
         self.client = WeightClient(self.guest.peer, idle_s=5.0)
         self.guest.peer.on_bulk_resync = self.client.resynced

@@ -102,6 +102,33 @@ def test_each_chunk_is_fetched_once_for_a_site_and_verified(tmp_path: Path) -> N
     play(scene)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_sixty_four_light_actors_join_at_once_while_versions_go_on(tmp_path: Path, depth: int) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s, relays(s, tmp_path, depth) as chain:
+            learner = await s.guest("learner", "learner")
+            await learner.peer.send(schema.LearnerReady(1, None, 0, 0))
+            writer = Writer(learner, 1)
+            await writer.publish(20_000, 0)
+            site = chain[-1].address if chain else s.address
+            actors = [LightActor(s, site, f"actor-{i}") for i in range(64)]
+            await asyncio.gather(*(actor.open() for actor in actors))
+            joining = asyncio.gather(*(actor.swap() for actor in actors))
+            for ordinal in range(1, 5):
+                newest = await writer.publish(20_000, ordinal)
+            await joining
+            await asyncio.gather(*(actor.swap_until(newest) for actor in actors))
+            assert {actor.client.version for actor in actors} == {newest}
+            assert not any(actor.client.reseeds for actor in actors)
+            stored = await weights_of(s)
+            fetched = sum(actor.client.fetched_nbytes for actor in actors)
+            assert stored.served_bytes == (stored.stored_bytes if depth else fetched)
+            assert fetched == 64 * stored.stored_bytes or not depth
+            await writer.close()
+
+    play(scene)
+
+
 def test_a_version_older_than_the_relays_log_is_asked_of_the_parent(tmp_path: Path) -> None:
     async def scene() -> None:
         async with stage(tmp_path) as s:

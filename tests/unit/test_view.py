@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 from temper.cli import view
-from temper.cli.status import render
+from temper.cli.status_view import View
 from temper.common.reports import PeerStatus, Progress, RunStatus
 
 
@@ -100,7 +100,7 @@ def test_status_escapes_what_peers_say() -> None:
     evil = "\x1b[2J[red]gone[/red]\nforged"
     peer = PeerStatus("actor-1", "actor", "READY", progress=evil, waiting_for=evil, in_flight=3, version=4)
     text = drawn(
-        render(RunStatus(name="demo", phase="train", peers=[peer], letters=[evil], paused_domains={"d": evil})), 300
+        View(RunStatus(name="demo", phase="train", peers=[peer], letters=[evil], paused_domains={"d": evil})), 300
     )
     assert "\x1b" not in text
     assert "[red]gone[/red]" in text
