@@ -1,4 +1,4 @@
-"""`temper docs`: the README's tables of recipe keys, objectives and metrics, made from the code: they cannot disagree with it.
+"""`temper docs`: the README's tables of recipe keys, objectives, metrics and status, made from the code: they agree with it.
 
 ``temper docs`` prints them, ``temper docs --write README.md`` puts them between their markers
 (``<!-- table: keys -->`` ... ``<!-- end -->``), ``temper docs --check README.md`` fails when the file is not current.
@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from temper.common import config, metrics
+import msgspec
+from temper.common import config, metrics, reports
 from temper.common.errors import ConfigError
 from temper.common.recipe import SECTIONS
 from temper.common.reports import write_atomically
@@ -95,7 +96,40 @@ def objective_table() -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"keys": key_table, "objectives": objective_table, "metrics": metric_table}
+def status_table() -> str:
+    """Every key of `temper status --json`: path, type, meaning. A list's items are `[]`."""
+    told = comments(Path(reports.__file__).read_text(encoding="utf-8"))
+    lines = [_row("key", "type", "meaning"), "|---|---|---|"]
+
+    def add(kind: type, prefix: str) -> None:
+        for name, hint in typing.get_type_hints(kind).items():
+            inner = [h for h in (hint, *typing.get_args(hint)) if isinstance(h, type) and issubclass(h, msgspec.Struct)]
+            lines.append(_row(f"`{prefix}{name}`", _json_type(hint), told[kind.__name__, name]))
+            if inner:
+                add(inner[0], f"{prefix}{name}{'[]' if typing.get_origin(hint) is list else ''}.")
+
+    add(reports.RunStatus, "")
+    return "\n".join(lines)
+
+
+def _json_type(hint: Any) -> str:
+    arguments = typing.get_args(hint)
+    if type(None) in arguments:
+        return f"{_json_type(arguments[0])} or null"
+    if typing.get_origin(hint) in (list, dict):
+        inner = _json_type(arguments[-1])
+        first, *rest = inner.split(" ")
+        many = " ".join([f"{first}s", *rest])
+        return f"{'list' if typing.get_origin(hint) is list else 'object'} of {many}"
+    return {int: "integer", float: "number", str: "text", bool: "true / false"}.get(hint, "object")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "keys": key_table,
+    "objectives": objective_table,
+    "metrics": metric_table,
+    "status": status_table,
+}
 
 
 def refreshed(text: str) -> str:

@@ -25,7 +25,7 @@ SUMMARY_FILE = "summary.json"
 RECIPE_FILE = "recipe.json"
 
 
-class PeerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+class PeerStatus(msgspec.Struct, frozen=True):
     """One peer of the broker, as its heartbeats and its connection describe it."""
 
     name: str  # what it calls itself

@@ -24,6 +24,7 @@ def test_every_key_and_metric_has_its_row_and_meaning() -> None:
     rows = [row.split(" | ") for row in docs.key_table().splitlines()[2:]]
     assert {row[0].strip("| `").split(".")[0] for row in rows} == {*SECTIONS, "domains"}
     assert all(row[-1].strip("| ") for row in rows), [row for row in rows if not row[-1].strip("| ")]
+    assert all(row.split(" | ")[-1].strip("| ") for row in docs.status_table().splitlines()[2:])
     assert len(docs.metric_table().splitlines()) == 2 + len(metrics.REGISTRY)
 
 
