@@ -28,7 +28,7 @@ ROLE_NAMES = {"broker": "relay", "eval": "evaluator"}
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """`status` as a renderable. `height`: lines at most, None for as many as it takes; `note`: shown in the first line."""
+    """`status` as a renderable. `height`: lines at most, None for as many as it takes; `note`: a line of its own."""
 
     status: RunStatus
     height: int | None = None
@@ -37,7 +37,9 @@ class View:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The lines."""
         width = options.max_width
-        lines = [_head(self.status, self.note)]
+        lines = [_head(self.status)]
+        if self.note:
+            lines.append(Text(self.note, style="bold red"))
         for label, fact in facts(self.status):
             wrapped = fact.wrap(console, max(width - LABEL, 20))
             shown = list(wrapped) if self.height is None else list(wrapped)[:FACT_LINES]
@@ -56,14 +58,13 @@ def _cut(line: Text, width: int) -> Text:
     return line
 
 
-def _head(status: RunStatus, note: str) -> Text:
+def _head(status: RunStatus) -> Text:
     return Text.assemble(
         ("temper ", "dim"),
         (clean(status.name or status.run_id or "?", 40), "bold"),
         "  ",
         (status.phase or "starting", "bold cyan"),
         f"  step {status.steps_done}/{status.max_steps}  version {status.version}  up {duration(status.uptime_s)}",
-        (f"  {note}" if note else "", "bold red"),
     )
 
 
@@ -201,12 +202,16 @@ def _table(peers: list[PeerStatus], width: int, room: int | None) -> Table:
         shown = sorted(shown, key=lambda peer: (not _ailing(peer), *_order(peer)))[: max(room - 2, 0)]
     wide = width >= WIDE
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    heads = ["peer", "state", "version", "heard", "holds"]
+    heads = ["peer", "state", "version", "heard", "holds", "age"]
     heads += ["host:pid", "via", "credit", "progress", "waits for"] if wide else ["doing"]
     for head in heads:
         stretch = {"doing": 1, "progress": 3, "waits for": 3}.get(head)
         table.add_column(
-            head, no_wrap=True, overflow="ellipsis", ratio=stretch, justify="right" if head == "heard" else "left"
+            head,
+            no_wrap=True,
+            overflow="ellipsis",
+            ratio=stretch,
+            justify="right" if head in ("heard", "age") else "left",
         )
     for peer in shown:
         table.add_row(*_cells(peer, wide=wide))
@@ -226,8 +231,9 @@ def _cells(peer: PeerStatus, *, wide: bool) -> list[Text]:
         Text(age(peer.silent_s), style="bold red" if peer.silent_s > SILENT_S else ""),
         Text(f"{peer.in_flight}/{peer.slots}" if peer.slots else str(peer.in_flight) if peer.in_flight else "-"),
     ]
-    progress = f"{clean(peer.progress)} ({age(peer.progress_age_s)})" if peer.progress else "-"
+    progress = clean(peer.progress) or "-"
     waits = clean(peer.waiting_for)
+    cells.append(Text(age(peer.progress_age_s) if peer.progress else "-"))
     if not wide:
         return [*cells, Text(f"waits for {waits}" if waits else progress)]
     queued = f", {peer.queued_messages} queued" if peer.queued_messages else ""

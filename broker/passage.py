@@ -126,8 +126,9 @@ class Passage:
         return self._dropped + sum(line.up.dropped + line.down.dropped for line in self.lines.values())
 
     def roles(self) -> Counter[str]:
-        """Peers by role."""
-        return Counter(line.hello.role if line.hello is not None else "peer" for line in self.lines.values())
+        """Peers by role; "relay" for a relay, "unknown" for those that were here before this relay was."""
+        roles = (line.hello.role if line.hello is not None else "unknown" for line in self.lines.values())
+        return Counter("relay" if role == "broker" else role for role in roles)
 
     def versions(self) -> list[Version]:
         """What the peers here hold, by their heartbeats."""

@@ -183,7 +183,7 @@ class Relay(PeerDaemon):
             self.meter.add(name, total - self._counted.get(name, 0.0))
             self._counted[name] = total
         self.meter.set(metrics.RELAY_PEERS, len(passage.lines))
-        roles = ", ".join(f"{count} {role}" for role, count in sorted(passage.roles().items()) if role != "status")
+        roles = ", ".join(f"{count} {noun}" for noun, count in sorted(passage.roles().items()) if noun != "status")
         fetched, served = mirror.desk.stored_nbytes / 1e6, mirror.desk.served_nbytes / 1e6
         progress = f"site of {roles or 'nobody'}; weights: {fetched:.1f} MB fetched, {served:.1f} MB served"
         if progress != self.last_progress:

@@ -50,8 +50,15 @@ def chain(core: BrokerCore, beats: Mapping[PeerKey, Heartbeat]) -> list[WaitStat
 def sentence(links: list[WaitStatus]) -> str:
     """The chain as one line."""
     return "; ".join(
-        f"{link.who} waits for {link.whom}: {link.what}" if link.whom else f"{link.who} {link.what}" for link in links
+        f"{link.who} {'wait' if _many(link.who) else 'waits'} for {link.whom}: {link.what}"
+        if link.whom
+        else f"{link.who}: {link.what}"
+        for link in links
     )
+
+
+def _many(who: str) -> bool:
+    return who.startswith(("actors", "evaluators")) or ", " in who or " and " in who
 
 
 def _links(core: BrokerCore, beats: Mapping[PeerKey, Heartbeat]) -> Iterator[WaitStatus]:
@@ -67,9 +74,13 @@ def _links(core: BrokerCore, beats: Mapping[PeerKey, Heartbeat]) -> Iterator[Wai
     whom, what = _first_wait(beat)
     if not whom:
         yield WaitStatus(
-            "the learner", "", f"works ({beat.progress or beat.state.lower()})" if beat else "has just come"
+            "the learner", "", f"at work ({beat.progress or beat.state.lower()})" if beat else "it has just come"
         )
-        if core.lane is not None:
+        lane = core.lane
+        if lane is not None and core.demand[lane] and core.groups.ready(lane) is None:
+            yield WaitStatus("its next step", "actors", f"{core.demand[lane]} more groups")
+            yield from _working(core, beats, "actor")
+        elif lane is not None:
             yield from _held_back(core)
         return
     yield WaitStatus("the learner", whom, what)
@@ -91,7 +102,7 @@ def _working(core: BrokerCore, beats: Mapping[PeerKey, Heartbeat], role: Role) -
         states = {beats[key].state if key in beats else "STARTING" for key in peers}
         if "READY" not in states:
             waiting = [wait for key in peers if (wait := _first_wait(beats.get(key)))[0]]
-            whom, what = waiting[0] if waiting else ("", f"start ({', '.join(sorted(states)).lower()})")
+            whom, what = waiting[0] if waiting else ("", f"{', '.join(sorted(states)).lower()}")
             yield WaitStatus(f"{noun} {_some([peer.name for peer in peers.values()])}", whom, what)
             return
         yield WaitStatus(noun, "the broker", "a lease")
@@ -106,7 +117,7 @@ def _working(core: BrokerCore, beats: Mapping[PeerKey, Heartbeat], role: Role) -
             yield WaitStatus("the broker", "a sandbox worker", "none is connected")
         else:
             slots = sum(core.jobs.slots.values())
-            yield WaitStatus(_some(workers), "", f"run {running} jobs in {slots} slots, {waiting_jobs} jobs wait")
+            yield WaitStatus(_some(workers), "", f"{running} jobs run in {slots} slots, {waiting_jobs} wait")
         return
     names = [peers[key].name for key in holding]
     for key in holding:
@@ -114,7 +125,7 @@ def _working(core: BrokerCore, beats: Mapping[PeerKey, Heartbeat], role: Role) -
         if whom:
             yield WaitStatus(peers[key].name, whom, what)
             return
-    yield WaitStatus(_some(names), "", f"sample {leases} leases")
+    yield WaitStatus(_some(names), "", f"sampling {leases} leases")
 
 
 def _held_back(core: BrokerCore) -> Iterator[WaitStatus]:
