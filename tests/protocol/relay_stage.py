@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from broker_stage import Guest, Stage
 from temper.actor.weights import WeightClient
-from temper.common import schema
 from temper.common.bits import TensorBits, Tensors
 from temper.common.keys import PeerKeys
+from temper.common.reports import WeightsStatus
 from temper.common.schema import Version
 from temper.learner.publisher import Publisher
 
@@ -136,7 +136,7 @@ class LightActor:
                 pass
 
 
-async def weights_of(scene: Stage) -> schema.Any:
+async def weights_of(scene: Stage) -> WeightsStatus:
     """The broker's weight log, from its status."""
     status = await scene.status()
     assert status.weights is not None
