@@ -117,6 +117,7 @@ class ControlDesk:
             self.router.acknowledge(peer, sequence)
         for peer in turn.leaving:
             self.router.forget(peer, "goodbye")
+            self.gone(peer)
         for action in turn.actions:
             self._act(action, turn)
 
@@ -157,7 +158,7 @@ class ControlDesk:
                 self.router.send(delivery.peer, schema.StatusReport(), [self._status()])
             case schema.Goodbye():
                 self.commits.turn.leaving.append(delivery.peer)  # acknowledged with the turn, then forgotten
-                self.left(delivery.peer, f"goodbye ({body.reason})", clean=body.exit_code == 0)
+                self._leave(delivery.peer, f"goodbye ({body.reason})", clean=body.exit_code == 0)
             case schema.Holding() if body.epoch != self.router.epoch:
                 pass  # told to an incarnation that is gone: another one follows
             case _:
@@ -220,12 +221,16 @@ class ControlDesk:
         self.samples["refused"] += refused
         turn.actions += actions[len(good) :]
 
-    def left(self, peer: PeerId, reason: str, clean: bool = False) -> None:
+    def left(self, peer: PeerId, reason: str) -> None:
         """The peer is gone: `gone` is told, its leases and jobs go out again."""
+        if self.guests.key(peer) is not None:
+            self._leave(peer, reason, clean=False)
+            self.gone(peer)
+
+    def _leave(self, peer: PeerId, reason: str, clean: bool) -> None:
         found = self.guests.remove(peer)
         if found is None:
             return
-        self.gone(peer)
         key, hello = found
         if hello.role != "status":
             log(f"{hello.role} {hello.name} left: {reason}")
@@ -233,7 +238,7 @@ class ControlDesk:
             self.settle_soon()
 
     gone: Callable[[PeerId], None]
-    """Called for every peer that is gone, before the core hears of it."""
+    """Called for every peer that is gone; for one that said goodbye, once that was written down and acknowledged."""
 
     def relay(self, body: schema.Metrics) -> None:
         """A daemon's metrics go to the learner, which writes them down."""

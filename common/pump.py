@@ -48,6 +48,9 @@ TURN_MESSAGES = 512
 TURN_BYTES = 32 * 1024 * 1024
 PEERS = 4096
 CLOSED_REMEMBERED = 4096
+CLOSED_MESSAGES = 16  # a tick, from a peer that was shut out: then nothing is read from its connection any more
+STRANGER_MESSAGES = 8192  # the same for one that has not said hello; honest ones send what they had under way
+SENT_BYTES = 512 * 1024 * 1024  # queued and unacknowledged, all peers together; shared frames count each time
 
 
 class _Remote:
@@ -83,8 +86,11 @@ class Router:
         window_messages: int = WINDOW_MESSAGES,
         window_bytes: int = WINDOW_BYTES,
         silence_s: float = SILENCE_S,
+        sent_bytes: int = SENT_BYTES,
     ) -> None:
         """`on_room(peer)`: what had to queue for that peer has all been sent. `lazy`: kinds delivered undecoded.
+        `sent_bytes`: what all peers together may have queued or unacknowledged, about; beyond it the one with the most is
+        closed. It does not hold on the bulk socket, whose frames are views of mapped files.
 
         EnvironmentFault if the place is taken, ConfigError for TCP without keys.
         """
@@ -98,6 +104,7 @@ class Router:
         self._welcome = welcome
         self._lazy = {number: BODIES[number] for number in lazy if BODIES[number].RELIABLE}
         self._window = (window_messages, window_bytes)
+        self._sent_bytes = sent_bytes
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
         self._peers: dict[PeerId, _Remote] = {}
@@ -105,6 +112,8 @@ class Router:
         self._answered: set[PeerId] = set()  # strangers that got their answer since the last tick
         self._debts = Debts(self._loop)
         self._receiving = False
+        self._knocks: dict[PeerId, int] = {}  # messages of peers without a session since the last tick
+        self._unweighed = 0  # bytes sent since it was last looked at what all peers together have outstanding
         self._closures: list[tuple[PeerId, str]] = []
         self._beat = Heartbeat("STARTING")
         self._keys = keys
@@ -143,13 +152,33 @@ class Router:
         remote = self._peers.get(peer)
         if remote is None:
             return False
+        message = outgoing(kind, raw_meta, frames, version)
         try:
-            remote.session.reliable(outgoing(kind, raw_meta, frames, version), self._loop.time())
+            remote.session.reliable(message, self._loop.time())
         except Backlogged as error:
-            self._shut(peer, Refused("overflow", str(error)))
-            self._loop.call_soon(self._report_closures)  # not from within the caller's loop over peers
+            self._overflow(peer, str(error))
             return False
-        return True
+        self._unweighed += message.size
+        if self._unweighed > self._sent_bytes // 16:
+            self._weigh()
+        return peer in self._peers
+
+    def _weigh(self) -> None:
+        """Hold what is kept for all peers together to its bound: the one that takes least ends."""
+        self._unweighed = 0
+        if self._bulk:
+            return
+        kept = {remote.id: remote.session.kept_bytes for remote in self._peers.values()}
+        total = sum(kept.values())
+        if total > self._sent_bytes:
+            worst = max(kept, key=kept.__getitem__)
+            self._overflow(
+                worst, f"{kept[worst]} of {total} bytes wait for this peer: at most {self._sent_bytes} may for all"
+            )
+
+    def _overflow(self, peer: PeerId, reason: str) -> None:
+        self._shut(peer, Refused("overflow", reason))
+        self._loop.call_soon(self._report_closures)  # not from within the caller's loop over peers
 
     def acknowledge(self, peer: PeerId, sequence: int, release: bool = True) -> None:
         """Everything from `peer` up to `sequence` is taken and as durable as it must be. Sent within milliseconds.
@@ -267,7 +296,7 @@ class Router:
         peer: PeerId = parts[0]
         remote = self._peers.get(peer)
         if remote is None and peer in self._closed:
-            self._answer(peer, self._closed[peer])
+            self._knock(peer, self._closed[peer], CLOSED_MESSAGES)
             return 0
         try:
             fields = check(parts, 1)
@@ -278,7 +307,7 @@ class Router:
             if kind is Hello:
                 self._greet(peer, remote, epoch, decode(Hello, parts[2]), now)
             elif remote is None:
-                self._answer(peer, Refused("hello", "unknown peer: say hello first"))
+                self._knock(peer, Refused("hello", "unknown peer: say hello first"), STRANGER_MESSAGES)
             elif epoch != remote.epoch:
                 raise ProtocolError(f"epoch {epoch}, but this peer said hello with {remote.epoch}")
             else:
@@ -341,6 +370,15 @@ class Router:
             self._answered.add(peer)
             Session(self._link, peer, self.epoch, Channel()).transient(refused)
 
+    def _knock(self, peer: PeerId, refused: Refused, most: int) -> None:
+        """A message of somebody without a session: the answer, and after too many of them the end of the connection."""
+        knocks = self._knocks.get(peer, 0) + 1
+        if knocks > most:
+            self._bound.drop(peer)
+            knocks = 0
+        self._knocks[peer] = knocks
+        self._answer(peer, refused)
+
     def _shut(self, peer: PeerId, answer: Refused) -> None:
         self._remember(peer, answer)
         self._answer(peer, answer)
@@ -357,6 +395,7 @@ class Router:
         self._ticked_at = now
         self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
         self._answered.clear()
+        self._knocks.clear()
         for remote in list(self._peers.values()):
             if late > HEARTBEAT_S:
                 remote.heard_at += late  # it was us who did not listen

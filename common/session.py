@@ -87,6 +87,11 @@ class Session:
         return len(self._queue)
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes kept for the peer: queued, or sent and not acknowledged."""
+        return self.queued_bytes + self.channel.unacked_bytes
+
+    @property
     def settled(self) -> bool:
         """True when nothing is queued and everything sent is acknowledged."""
         return not self._queue and not self.channel.unacked

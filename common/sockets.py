@@ -95,6 +95,19 @@ class Bound:
     socket: Socket
     lock: int | None = None  # file descriptor of the ipc lock
     path: str | None = None
+    side_door: str = ""  # an inproc endpoint of the same socket
+
+    def drop(self, peer: bytes) -> None:
+        """Take `peer`'s routing id over and give it up again: nothing is read from its connection any more, so it costs
+        nothing, however much it sends. ZeroMQ has no other way to end one connection of a ROUTER. It may connect anew."""
+        ghost: Socket = zmq.Context.instance().socket(zmq.DEALER)
+        try:
+            ghost.setsockopt(zmq.LINGER, 0)
+            ghost.setsockopt(zmq.ROUTING_ID, peer)
+            ghost.connect(self.side_door)
+            self.socket.getsockopt(zmq.EVENTS)  # have the ROUTER take note of it
+        finally:
+            ghost.close()
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket, remove its path, free the lock."""
@@ -137,6 +150,8 @@ def bind(address: Address, kind: SocketKind, keys: BrokerKeys | None = None) -> 
             socket.setsockopt(zmq.ZAP_DOMAIN, domain_of(keys).encode())
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.bind(address.endpoint(kind))
+        bound.side_door = f"inproc://temper-{secrets.token_hex(8)}"
+        socket.bind(bound.side_door)
     except zmq.ZMQError as error:
         bound.close()
         raise _bind_fault(address, kind, error) from error

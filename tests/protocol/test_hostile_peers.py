@@ -127,6 +127,75 @@ def test_a_violation_closes_its_peer_with_the_reason_and_no_other(kit: Any, name
     asyncio.run(violate())
 
 
+def test_a_refused_peer_that_goes_on_sending_is_not_read_any_more(kit: Any) -> None:
+    """Its connection would else cost the broker a reading of every message for ever."""
+
+    async def flood() -> None:
+        broker = kit.Broker(kit.address)
+        good, bad = kit.peer(), Raw(kit.address)
+        await good.open(10)
+        await bad.connected()
+        bad.body(hello())
+        await bad.answer(Welcome)
+        bad.send(*VIOLATIONS["wrong type"][0])
+        await bad.answer(Refused)
+        read: list[bytes] = []
+        receive = broker.control._link.receive
+
+        def counted() -> list[Any] | None:
+            parts = receive()
+            if parts is not None and parts[0] == bad.socket.getsockopt(zmq.ROUTING_ID):
+                read.append(parts[0])
+            return parts
+
+        broker.control._link.receive = counted
+        message = encode(17, GOOD, epoch=9, sequence=1)
+        sent = 0
+        while sent < 20_000 and bad.try_to_send(message):  # until its connection is full, or much got through
+            sent += 1
+            if sent % 50 == 0:
+                await good.send(Touch(sent, 1))
+        await good.flush(20)
+        assert len(broker.bodies(Touch)) == sent // 50
+        assert sent > 500
+        assert len(read) < 200
+        bad.close()
+        await good.close("done", 0)
+        broker.close()
+
+    asyncio.run(flood())
+
+
+def test_what_is_kept_for_all_peers_together_is_bounded(kit: Any) -> None:
+    """None of them exceeds its own queue; the one for which most is kept is closed, the others go on."""
+
+    async def pile_up() -> None:
+        broker = kit.Broker(kit.address, sent_bytes=64 * 2**20)
+        takers = [Raw(kit.address) for _ in range(4)]
+        for taker in takers:
+            await taker.connected()
+            taker.body(hello())
+            await taker.answer(Welcome)
+        await broker.until(lambda: len(broker.control.peers) == 4)
+        peers = [taker.socket.getsockopt(zmq.ROUTING_ID) for taker in takers]
+        frame = os.urandom(2**20)
+        for number in range(60):
+            for peer in peers[: 1 + number % 2]:  # the first gets most; nobody acknowledges anything
+                broker.control.send(peer, Touch(number, 1), [frame])
+            for peer in peers[2:]:
+                broker.control.send(peer, Touch(number, 1), [frame[: 2**14]])
+        await broker.until(lambda: broker.closed)
+        assert [peer for peer, _ in broker.closed] == [peers[0]]
+        assert "at most 67108864 may for all" in broker.closed[0][1]
+        kept = sum(remote.session.kept_bytes for remote in broker.control._peers.values())
+        assert kept < 64 * 2**20 * 17 // 16
+        for taker in takers:
+            taker.close()
+        broker.close()
+
+    asyncio.run(pile_up())
+
+
 def test_a_frame_beyond_the_limit_ends_its_connection_alone(kit: Any) -> None:
     async def oversized() -> None:
         broker = kit.Broker(kit.address)
