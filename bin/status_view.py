@@ -19,6 +19,7 @@ from temper.common.reports import LagStatus, LetterStatus, PeerStatus, RunStatus
 LABEL = 9
 WIDE = 120  # columns, from which on a peer's row has everything
 SILENT_S = 3.0
+PEER_LINES = 8  # that facts leave to the peers, heads included
 FACT_LINES = 3  # one fact takes at most so many lines when the height is limited
 BARS = "▁▂▃▄▅▆▇█"
 STATES = {"READY": "green", "STARTING": "yellow", "DRAINING": "cyan", "STOPPED": "dim", "FAILED": "bold red"}
@@ -47,9 +48,12 @@ class View:
                 shown[-1] = Text.assemble(shown[-1].plain[: width - LABEL - 4], " ...")
             for i, part in enumerate(shown):
                 lines.append(Text.assemble((f"{label if i == 0 else '':<{LABEL}}", "dim"), part))
+        room = None
+        if self.height is not None:
+            lines = lines[: max(self.height - min(len(self.status.peers) + 1, PEER_LINES), 1)]
+            room = self.height - len(lines)
         yield Group(*(_cut(line, width) for line in lines))
-        room = None if self.height is None else self.height - len(lines) - 1
-        if room is None or room > 0:
+        if room is None or room > 1:
             yield _table(self.status.peers, width, room)
 
 

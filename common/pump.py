@@ -44,6 +44,7 @@ __all__ = ["Delivery", "PeerId", "Router"]
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 30.0
+RELAYED_SILENCE_S = 30.0  # of peers behind a relay: as long as they bear the relay's absence themselves
 TURN_MESSAGES = 512
 TURN_BYTES = 32 * 1024 * 1024
 PEERS = 4096
@@ -402,8 +403,9 @@ class Router:
             remote.session.tick(now)
             if self.kind == "control":
                 remote.session.transient(self._beat)
-                if now - remote.heard_at > self._silence_s:
-                    self.refuse(remote.id, "silent", f"silent for {self._silence_s:.0f} s")
+                silence_s = max(self._silence_s, RELAYED_SILENCE_S) if remote.hello.via else self._silence_s
+                if now - remote.heard_at > silence_s:
+                    self.refuse(remote.id, "silent", f"silent for {silence_s:.0f} s")
             if self._keys and self._admission and not self._admission.admits(self._keys, remote.user):
                 self.refuse(remote.id, "key", "the key of this peer was revoked")
 

@@ -16,6 +16,7 @@ from relay_stage import LightActor, Relay, Writer, guest_at, relays, weights_of
 from temper.common import schema
 from temper.common.errors import ConfigError
 from temper.common.schema import pack_frames, unpack_frames
+from temper.common.wire import HEADER_BYTES, MAGIC, PROTOCOL, pack_fields
 
 SIZE = 200_000  # values; 800 kB
 
@@ -244,17 +245,19 @@ def test_a_hostile_peer_is_shut_out_by_the_relay_and_hurts_nobody(tmp_path: Path
         async with stage(tmp_path) as s, relays(s, tmp_path) as (relay,):
             await s.learner()
             good = await guest_at(s, relay.address, "actor", "good", 4)
-            for name in ("frames", "kind", "size"):
+            for name in ("frames", "kind", "size", "protocol"):
                 bad = await guest_at(s, relay.address, "actor", f"bad-{name}", 0)
                 link = bad.peer._sides[0].link
                 header = {
                     "frames": lambda e: schema_header(schema.Heartbeat.KIND, e, 0, 4),
                     "kind": lambda e: schema_header(200, e, 1, 1),
                     "size": lambda e: schema_header(schema.Touch.KIND, e, 1, 999),
+                    "protocol": lambda e: MAGIC + bytes([PROTOCOL + 1]) + bytes(HEADER_BYTES - 5),
                 }[name](bad.peer.epoch)
                 link.send(b"", header, b"\x90", [b"123"] if name == "frames" else [])
                 cause = await asyncio.wait_for(asyncio.shield(bad.peer.lost), 20.0)
                 assert "malformed" in cause, cause
+                assert name != "protocol" or f"protocol {PROTOCOL + 1}, this process speaks {PROTOCOL}" in cause
             relay_lease, _ = await good.next(schema.Lease)
             await good.peer.send(*samples(relay_lease))
             await good.peer.flush(10.0)
@@ -270,9 +273,39 @@ def test_a_hostile_peer_is_shut_out_by_the_relay_and_hurts_nobody(tmp_path: Path
 
 
 def schema_header(kind: int, epoch: int, sequence: int, size: int) -> bytes:
-    from temper.common.wire import pack_fields
-
     return pack_fields(kind, 0, 0, epoch, sequence, size)
+
+
+def test_a_flood_beyond_the_credit_ends_its_sender_and_the_relay_keeps_little_of_it(tmp_path: Path) -> None:
+    """A slow consumer, a peer that never reads: the producer is stopped, others go on, memory stays."""
+
+    async def scene() -> None:
+        async with stage(tmp_path) as s, relays(s, tmp_path) as (relay,):
+            await s.learner()
+            good = await guest_at(s, relay.address, "actor", "good", 4)
+            flood = await guest_at(s, relay.address, "actor", "flood", 0)
+            link, epoch = flood.peer._sides[0].link, flood.peer.epoch
+            assert relay.process is not None
+            before = rss(relay.process.pid)
+            sequence = 0
+            payload = bytes(1 << 20)
+            while not flood.peer.over:
+                sequence += 1
+                header = pack_fields(schema.Samples.KIND, 0, 0, epoch, sequence, len(payload) + 1)
+                link.send(b"", header, b"\x90", [payload])
+                await asyncio.sleep(0)
+            cause = await asyncio.shield(flood.peer.lost)
+            assert "refused" in cause, cause
+            lease, _ = await good.next(schema.Lease)
+            await good.peer.send(*samples(lease))
+            await good.peer.flush(10.0)
+            assert rss(relay.process.pid) - before < 300 << 20
+
+    play(scene)
+
+
+def rss(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 def test_a_stopped_relay_exits_cleanly_and_a_successor_takes_its_site_over(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 from temper.cli import view
 from temper.cli.status_view import View
-from temper.common.reports import PeerStatus, Progress, RunStatus
+from temper.common.reports import LagStatus, PeerStatus, Progress, RunStatus, WeightsStatus
 
 
 def picture() -> view.Picture:
@@ -111,3 +112,35 @@ def test_status_escapes_what_peers_say() -> None:
 def test_durations_and_rates() -> None:
     assert [view.duration(s) for s in (0, 75.9, 3600, 7325)] == ["0:00", "1:15", "1:00:00", "2:02:05"]
     assert [view.rate(v) for v in (None, 3.14, 1234.5)] == ["-", "3.1", "1,234"]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 12), (160, 50), (120, 8)])
+@pytest.mark.parametrize("peers", [0, 3, 200])
+def test_status_fits_the_terminal_and_shows_first_who_needs_a_look(width: int, height: int, peers: int) -> None:
+    crowd = [PeerStatus(f"actor-{i}", "actor", "READY", progress="x" * 200, silent_s=0.1) for i in range(peers)]
+    sick = PeerStatus("sandbox-9", "sandbox", "READY", silent_s=7.0)
+    status = RunStatus(
+        name="demo",
+        phase="train",
+        chain="the learner waits for actors: " + "groups " * 100,
+        peers=[*crowd, sick],
+        lag=LagStatus(1.5, 3, 4, {"0": 0.25, "1": 0.5, "16": 0.25}, [0.5] * 9 + [2.0]),
+        weights=WeightsStatus(5, 7, "ab" * 16, 3, 2, 1000, 3, 500, 4000, 1500, needed={"5 abab": ["actor-1"] * 9}),
+        leases={"train": {"out": 3, "waiting": 1, "in flight": 4}},
+    )
+    out = io.StringIO()
+    Console(file=out, width=width, height=height, force_terminal=False).print(View(status, height, "no answer"))
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    if height >= 24:
+        assert any("sandbox-9" in line for line in lines)
+        assert peers < 100 or any("more" in line for line in lines)
+        told = " ".join(out.getvalue().split())
+        assert "16+ " in told and "by length" in told
+
+
+def test_status_in_full_shows_everybody() -> None:
+    crowd = [PeerStatus(f"actor-{i}", "actor", "READY", via=["relay-1"]) for i in range(50)]
+    text = drawn(View(RunStatus(peers=crowd)))
+    assert all(f"actor-{i} " in text for i in range(50)) and "relay-1" in text
