@@ -101,6 +101,7 @@ def facts(status: RunStatus) -> Iterator[tuple[str, Text]]:
         yield "lag", _lag(status.lag)
     if status.weights is not None and status.weights.ordinal is not None:
         yield "weights", Text(_chain(status.weights))
+        yield "", Text(_swaps(status.weights))
         yield "", Text(_needs(status.weights))
     if status.jobs or status.jobs_by_domain or status.jobs_queued or status.jobs_running:
         yield "jobs", Text(_jobs(status))
@@ -169,6 +170,16 @@ def _chain(weights: WeightsStatus) -> str:
         f"version {weights.ordinal} {weights.digest[:8]} = {way}, a copy is {size(weights.full_bytes)}; "
         f"{weights.versions} versions, {size(weights.disk_bytes)} on disk"
     )
+
+
+def _swaps(weights: WeightsStatus) -> str:
+    ratio = weights.full_bytes / weights.newest_bytes if weights.newest_bytes else 0.0
+    text = (
+        f"last {size(weights.newest_bytes)} ({ratio:,.0f}x smaller, {weights.newest_density:.2%} changed); encode "
+        f"{weights.encode_s:.2f}s, publish {weights.publish_s:.2f}s, fetch {weights.fetch_s:.2f}s, stage "
+        f"{weights.stage_s:.2f}s, pause {weights.pause_s * 1000:.0f} ms"
+    )
+    return text + (f"; reseeds: {counts(weights.reseeds)}" if weights.reseeds else "")
 
 
 def _needs(weights: WeightsStatus) -> str:

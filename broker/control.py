@@ -20,8 +20,9 @@ from temper.broker.commits import Commits, Turn
 from temper.broker.core import BrokerCore
 from temper.broker.guests import Guests
 from temper.broker.ledger import Accepted, Ledger
+from temper.broker.reported import Reported
 from temper.broker.validate import BadSamples
-from temper.common import metrics, schema
+from temper.common import schema
 from temper.common.errors import ProtocolError, TemperError
 from temper.common.log import log
 from temper.common.metrics import Meter
@@ -33,7 +34,6 @@ BESIDE_SAMPLES = frozenset(
     body.KIND for body in (schema.Touch, schema.Heartbeat, schema.Metrics, schema.Job, schema.JobDone, schema.JobCancel)
 )
 """Kinds that may be handled before samples that came earlier: what they change, samples do not look at."""
-GAUGES_KEPT = 2048  # of the learner, for status
 
 
 class ControlDesk:
@@ -58,8 +58,7 @@ class ControlDesk:
         self.meter = meter
         self.router: Router
         self.samples: Counter[str] = Counter()
-        self.sampled_tokens = 0.0
-        self.learner_gauges: dict[str, float] = {}
+        self.reported = Reported()
         self._finish, self._status, self._fail_after_s = finish, status, fail_after_s
         self.commits = Commits(core, ledger, meter, self._perform, broken)
         self._scheduled = False
@@ -151,8 +150,7 @@ class ControlDesk:
                 self.commits.turn.verdicts[body.job_id] = delivery.frames
                 self.take(ev.Received(key, body))
             case schema.Metrics():
-                if key == self.core.learner and len(self.learner_gauges) < GAUGES_KEPT:
-                    self.learner_gauges.update(body.gauges)
+                self.reported.take(key, self.guests.role(key), body)
                 self.relay(body)
             case schema.StatusRequest():
                 self.router.send(delivery.peer, schema.StatusReport(), [self._status()])
@@ -232,6 +230,7 @@ class ControlDesk:
         if found is None:
             return
         key, hello = found
+        self.reported.left(key)
         if hello.role != "status":
             log(f"{hello.role} {hello.name} left: {reason}")
             self.take(ev.Left(key, reason, clean))
@@ -242,7 +241,6 @@ class ControlDesk:
 
     def relay(self, body: schema.Metrics) -> None:
         """A daemon's metrics go to the learner, which writes them down."""
-        self.sampled_tokens += body.counters.get(metrics.ACTOR_TOKENS, 0.0)
         if self.core.learner is not None:
             self._send(self.core.learner, body)
 

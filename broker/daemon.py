@@ -18,7 +18,7 @@ from temper.broker.guests import Guests
 from temper.broker.ledger import Ledger
 from temper.broker.weight_desk import WeightDesk
 from temper.broker.weights import WeightStore
-from temper.common import schema
+from temper.common import metrics, schema
 from temper.common.config import Recipe
 from temper.common.daemon import Daemon
 from temper.common.errors import ConfigError, PeerLost, RunFailed, TemperError
@@ -256,13 +256,14 @@ class Broker(Daemon):
         return live, [r.pinned_version for r in leases if r is not None and r.pinned_version is not None]
 
     def _status(self) -> bytes:
+        reported = self.control.reported
         facts = stats.Facts(
             self.guests.run_id,
             self.recipe.run.name,
             time.monotonic() - self.started,
             self.control.samples,
-            int(self.control.sampled_tokens),
-            self.control.learner_gauges,
+            int(reported.sampled_tokens),
+            reported.learner,
         )
         peers = {
             key: self._connection(peer, hello)
@@ -274,6 +275,12 @@ class Broker(Daemon):
             stored_bytes=self.weights.stored_nbytes,
             served_bytes=self.weights.served_nbytes,
             needed=self._needs(),
+            encode_s=reported.learner.get(metrics.LEARNER_ENCODE_TIME, 0.0),
+            publish_s=reported.learner.get(metrics.LEARNER_PUBLISH_TIME, 0.0),
+            fetch_s=reported.longest(metrics.ACTOR_FETCH_TIME),
+            stage_s=reported.longest(metrics.ACTOR_STAGE_TIME),
+            pause_s=reported.longest(metrics.ACTOR_PAUSE),
+            reseeds=dict(reported.reseeds),
         )
         return encode(stats.run_status(self.core, facts, self.guests.beats, peers, weights))
 

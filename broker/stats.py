@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -121,7 +122,7 @@ def _peer(core: BrokerCore, key: PeerKey, peer: PeerStatus, beat: Heartbeat | No
         peer,
         state=beat.state,
         progress=beat.progress,
-        progress_age_s=round(beat.progress_age_s, 3),
+        progress_age_s=round(beat.progress_age_s, 3) if math.isfinite(beat.progress_age_s) else 0.0,
         waiting_for=beat.waiting_for,
         version=beat.version.ordinal if beat.version is not None else None,
         digest=beat.version.digest if beat.version is not None else "",

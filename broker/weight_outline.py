@@ -12,6 +12,8 @@ def outline(log: WeightLog) -> WeightsStatus:
     if newest is None:
         return WeightsStatus()
     way = [log_file.footer.manifest for log_file in log.way(None) or ()]
+    files = log.places[newest.ordinal].files()
+    last = files[-1].footer.manifest  # the delta, where there is one
     deltas = [manifest for manifest in way if manifest.base is not None]
     return WeightsStatus(
         ordinal=newest.ordinal,
@@ -23,5 +25,7 @@ def outline(log: WeightLog) -> WeightsStatus:
         deltas=len(deltas),
         delta_bytes=sum(manifest.size for manifest in deltas),
         full_bytes=way[-1].full_size if way else 0,
+        newest_bytes=last.size,
+        newest_density=last.density,
         disk_bytes=sum(log_file.footer.manifest.size for log_file in log.files()),
     )

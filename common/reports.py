@@ -75,6 +75,14 @@ class WeightsStatus(msgspec.Struct, frozen=True):
     stored_bytes: int = 0  # taken from the learner since the broker started
     served_bytes: int = 0  # sent to peers since the broker started
     needed: dict[str, list[str]] = field(default_factory=dict)  # "ordinal digest" -> who holds or needs that version
+    newest_bytes: int = 0  # the entry that brought the newest version, delta or full copy
+    newest_density: float = 0.0  # share of the values that it changed
+    encode_s: float = 0.0  # seconds: hashing and encoding of the last version at the learner, beside training
+    publish_s: float = 0.0  # seconds: from the end of the last step to its version being stored
+    fetch_s: float = 0.0  # seconds: the slowest of the actors' last transfers
+    stage_s: float = 0.0  # seconds: the slowest of the actors' last decodings, beside sampling
+    pause_s: float = 0.0  # seconds: the longest of the actors' last pauses of sampling
+    reseeds: dict[str, int] = field(default_factory=dict)  # full copies taken instead of deltas, by reason
 
 
 class LetterStatus(msgspec.Struct, frozen=True):

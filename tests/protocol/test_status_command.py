@@ -18,7 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from broker_stage import play, stage
-from temper.common import schema
+from temper.common import metrics, schema
 
 STATUS = [sys.executable, "-P", "-m", "temper.cli.main", "status"]
 
@@ -109,5 +109,27 @@ def test_once_json_has_every_key_and_dead_letters_have_their_reason(tmp_path: Pa
             assert (letter["reason"], letter["error"]) == ("quarantined", "ValueError: bad task")
             line = await run("--broker", s.address, "--dead-letters")
             assert line.startswith(f"lease {lease.lease_id} (train, a, seed ") and "bad task" in line
+
+    play(scene)
+
+
+def test_numbers_that_are_none_hurt_neither_the_broker_nor_its_status(tmp_path: Path) -> None:
+    nan = float("nan")
+
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            learner = await s.learner()
+            actor = await s.guest("actor", "actor-1", 1)
+            counted = {metrics.ACTOR_TOKENS: nan, metrics.ACTOR_RESEED_REASONS.replace("*", "gap"): float("inf")}
+            actor.peer.post(schema.Heartbeat("READY", "x", nan))
+            actor.peer.post(schema.Metrics("actor-1", counted, {metrics.ACTOR_PAUSE: nan}))
+            learner.peer.post(schema.Metrics("learner", {}, {metrics.LEARNER_LAG_SHARE.replace("*", "00"): nan}))
+            actor.peer.post(schema.Metrics("actor-1", {metrics.ACTOR_TOKENS: 5.0}, {metrics.ACTOR_PAUSE: 0.25}))
+            await actor.peer.send(schema.Touch(99, 1))
+            await actor.peer.flush(10)
+            status = await s.status()
+            assert status.sampled_tokens == 5 and status.lag is None
+            assert status.weights is not None and status.weights.pause_s == 0.25
+            assert status.weights.reseeds == {}
 
     play(scene)

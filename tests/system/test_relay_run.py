@@ -48,4 +48,5 @@ def test_a_far_site_trains_through_two_relays_while_broker_and_relay_are_killed(
     for name in names:
         assert fleet.wait_exit(name, 150) == 0, fleet.logs()
     assert fleet.summary().steps == 60
+    assert all((fleet.run_dir / "tensorboard" / name).is_dir() for name in ("relay-near", "relay-far"))
     assert audit(fleet.run_dir)["trained"] == 60 * 16
