@@ -45,15 +45,17 @@ def series(lines: Sequence[Progress]) -> dict[str, tuple[list[int], list[float]]
 
 def merged(runs: Sequence[Sequence[Progress]]) -> list[Progress]:
     """The mean run: accuracies of the same step, or of the same evaluation, averaged over the runs that have them."""
-    found: dict[tuple[str, int, str], dict[str, list[float]]] = {}
+    found: dict[tuple[str, int, str], tuple[Progress, dict[str, list[float]]]] = {}
     for line in (line for lines in runs for line in lines):
-        values = found.setdefault((line.kind, line.step, line.when), {})
+        _, values = found.setdefault((line.kind, line.step, line.when), (line, {}))
         for domain, value in line.accuracy.items():
             if value is not None:
                 values.setdefault(domain, []).append(value)
     return [
-        Progress(kind=kind, time_s=0.0, step=step, when=when, accuracy={d: sum(v) / len(v) for d, v in values.items()})
-        for (kind, step, when), values in found.items()
+        Progress(
+            first.kind, 0.0, step=first.step, when=first.when, accuracy={d: sum(v) / len(v) for d, v in values.items()}
+        )
+        for first, values in found.values()
     ]
 
 
