@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from temper.common import sparse
+from temper.common import scan, sparse
 from temper.common.errors import ProtocolError
 from temper.common.float_bits import fold
 from temper.common.squeeze import PAYS, squeeze, unsqueeze
@@ -55,13 +55,13 @@ def encode(base: np.ndarray | None, new: np.ndarray, dtype: str) -> Coded | None
     """The smallest form of `new`[n] given `base`[n] (None: without one); None when nothing changed."""
     if base is None:
         return _encode_full(new, None, dtype, new.size)
-    differs = base != new
-    changed = int(np.count_nonzero(differs))
+    differ = scan.differing(base, new)
+    changed = int(np.count_nonzero(differ))
     if changed == 0:
         return None
     if changed >= SPARSE_BELOW * new.size:
         return _encode_full(new, base, dtype, changed)
-    parameters, streams = sparse.encode(base, new, differs, dtype)
+    parameters, streams = sparse.encode(base, new, differ, dtype)
     coded = Coded(SPARSE, tuple(parameters), tuple(streams), changed)
     if coded.nbytes < SPARSE_SURE * new.nbytes:
         return coded

@@ -37,13 +37,15 @@ def fold(bits: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def steps(base: np.ndarray, new: np.ndarray, dtype: str) -> np.ndarray:
-    """int64[n]: how many representable values lie between each base and new value, with sign."""
+    """int32[n] (int64[n] for dtypes of four bytes): how many representable values lie between each base and new value,
+    with sign."""
     signed = _SIGNED[base.dtype.itemsize]
-    return np.subtract(fold(new, dtype).view(signed), fold(base, dtype).view(signed), dtype=np.int64)
+    wide = np.int64 if base.dtype.itemsize == 4 else np.int32
+    return np.subtract(fold(new, dtype).view(signed), fold(base, dtype).view(signed), dtype=wide)
 
 
 def moved(base: np.ndarray, by: np.ndarray, dtype: str) -> np.ndarray | None:
-    """The bits `by` (int64[n]) steps away from `base`; None if any leaves the range of the dtype."""
+    """The bits `by` (int32[n] or int64[n]) steps away from `base`; None if any leaves the range of the dtype."""
     signed = _SIGNED[base.dtype.itemsize]
     keys = by + fold(base, dtype).view(signed)
     limit = 1 << (8 * base.dtype.itemsize - 1)
@@ -59,10 +61,9 @@ def classes(bits: np.ndarray, dtype: str) -> np.ndarray:
     return doubled.astype(np.uint8)
 
 
-def below(bits: np.ndarray, dtype: str, bound: int) -> np.ndarray:
-    """bool[n]: whether the class of each value is below `bound`."""
-    doubled = bits + bits
-    return doubled < bits.dtype.type(bound << (_MANTISSA_BITS[dtype] + 1))
+def class_shift(dtype: str) -> int:
+    """How far twice the bits of a value are shifted to give its class."""
+    return _MANTISSA_BITS[dtype] + 1
 
 
 def class_count(dtype: str) -> int:

@@ -7,13 +7,16 @@ independently this is within 0.03 bits a value of the entropy. Pure; decoding ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from temper.common.errors import ProtocolError
 
 MAX_SHIFT = 40
-_LOG_GOLDEN = np.log((np.sqrt(5.0) - 1.0) / 2.0)
+_LOG_GOLDEN = math.log((math.sqrt(5.0) - 1.0) / 2.0)
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_LOW_BITS = [np.ascontiguousarray(_BITS[:, :count]) for count in range(8)]  # the lowest bits of a byte
 
 Run = tuple[np.ndarray, int]
 
@@ -22,7 +25,7 @@ def best_shift(mean: float) -> int:
     """The k under which non-negative integers of this mean are coded shortest if they are geometrically distributed."""
     if mean <= 0.0:
         return 0
-    return max(0, 1 + int(np.floor(np.log2(_LOG_GOLDEN / np.log1p(-1.0 / (mean + 1.0))))))
+    return max(0, 1 + math.floor(math.log2(_LOG_GOLDEN / math.log1p(-1.0 / (mean + 1.0)))))
 
 
 def cost_bits(values: np.ndarray, k: int) -> int:
@@ -82,8 +85,9 @@ def _pack_low(values: np.ndarray, k: int) -> bytes:
     planes = [(values >> shift).astype(np.uint8).tobytes() for shift in range(0, k - 7, 8)]
     if k % 8:
         rest = (values >> (k - k % 8)).astype(np.uint8)
-        bits = np.unpackbits(rest[:, None], axis=1, count=k % 8, bitorder="little")
-        planes.append(np.packbits(bits, bitorder="little").tobytes())
+        planes.append(
+            np.packbits(_LOW_BITS[k % 8].take(rest & ((1 << k % 8) - 1), axis=0), bitorder="little").tobytes()
+        )
     return b"".join(planes)
 
 
@@ -92,6 +96,7 @@ def _unpack_low(n: int, k: int, data: np.ndarray) -> np.ndarray:
     for plane in range(k // 8):
         values |= data[plane * n : (plane + 1) * n].astype(np.int64) << (8 * plane)
     if k % 8:
-        bits = np.unpackbits(data[n * (k // 8) :], count=n * (k % 8), bitorder="little").reshape(n, k % 8)
-        values |= np.packbits(bits, axis=1, bitorder="little")[:, 0].astype(np.int64) << (k - k % 8)
+        bits = np.zeros((n, 8), np.uint8)
+        bits[:, : k % 8] = np.unpackbits(data[n * (k // 8) :], count=n * (k % 8), bitorder="little").reshape(n, k % 8)
+        values |= np.packbits(bits, bitorder="little").astype(np.int64) << (k - k % 8)
     return values

@@ -18,15 +18,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from temper.common import rice
+from temper.common import rice, scan
 from temper.common.errors import ProtocolError
-from temper.common.float_bits import below, class_count, classes, moved, steps
+from temper.common.float_bits import class_count, classes, moved, steps
 from temper.common.squeeze import squeeze, unsqueeze
 
 CLASSES = 12  # told apart below the bound; what is lower counts as one
-SCAN_BITS = 0.05  # what looking at a hot value must save: the time of a pass, in bits
+SCAN_BITS = 0.2  # what looking at a hot value must save: the time of a pass, in bits
 CLASS_BITS = 40.0  # what a class costs in parameters
-SAMPLE = 1 << 14  # values of a piece that its classes are estimated from
+SAMPLE = 1 << 13  # values of a piece that its classes are estimated from
+STRETCH = 1 << 7  # of them in a row
 
 STREAMS = 4
 PLANES = 5  # bytes that a number of steps may take
@@ -45,11 +46,10 @@ class _Hot:
         if bound == lowest:
             none = np.empty(0, np.int64)
             return cls(none, none, [0])
-        positions = _true(below(base, dtype, bound))
-        kinds = classes(base[positions], dtype)
+        positions, kinds = scan.small(base, dtype, bound)
         kinds -= np.minimum(kinds, np.uint8(lowest))
         sizes = np.bincount(kinds, minlength=bound - lowest)
-        return cls(positions, np.argsort(kinds, kind="stable"), [0, *np.cumsum(sizes).tolist()])
+        return cls(positions, scan.by_kind(kinds), [0, *np.cumsum(sizes).tolist()])
 
     def __getitem__(self, at: np.ndarray) -> np.ndarray:
         """Positions in the piece of places in class order."""
@@ -62,57 +62,66 @@ class _Writer:
     runs: list[rice.Run] = field(default_factory=list)
     planes: list[bytes] = field(default_factory=list)
 
-    def places(self, ranks: np.ndarray) -> None:
-        """Ascending ranks, as gaps."""
-        gaps, k = _gaps(ranks)
+    def places(self, gaps: np.ndarray, last: int) -> None:
+        """Ascending ranks as the gaps between them; `last` is the last rank."""
+        k = _shift(gaps.size, last)
         self.parameters.append(k)
         self.runs.append((gaps, k))
 
-    def excess(self, excess: np.ndarray) -> None:
-        """Steps beyond one."""
-        where = _true(excess)
-        if not where.size:
+    def excess(self, excess: np.ndarray, gaps: np.ndarray, more: np.ndarray, last: int) -> None:
+        """Steps beyond one: not 0 at ranks with `gaps` between them (the last is `last`), where they exceed 1 by `more`."""
+        if not gaps.size:
             self.parameters.append(0)
             return
-        gaps, k_gap = _gaps(where)
-        more = excess[where] - 1
-        k_more = rice.best_shift(float(more.mean()))
-        if 8 * where.size > excess.size >= 32:
+        k_gap = _shift(gaps.size, last)
+        k_more = rice.best_shift(int(more.sum()) / more.size)
+        if 8 * gaps.size > excess.size >= 32:
             planes, squeezed = _planes(excess)
             if 8 * sum(map(len, planes)) < rice.cost_bits(gaps, k_gap) + rice.cost_bits(more, k_more):
                 self.parameters += [2, len(planes), squeezed, *map(len, planes)]
                 self.planes += planes
                 return
-        self.parameters += [1, where.size, k_gap, k_more]
+        self.parameters += [1, gaps.size, k_gap, k_more]
         self.runs += [(gaps, k_gap), (more, k_more)]
 
 
-def encode(base: np.ndarray, new: np.ndarray, differs: np.ndarray, dtype: str) -> tuple[list[int], list[bytes]]:
-    """(parameters, streams) for the change from `base`[n] to `new`[n]; `differs` bool[n] is where they differ."""
-    cold = _true(differs)
+def encode(base: np.ndarray, new: np.ndarray, differ: np.ndarray, dtype: str) -> tuple[list[int], list[bytes]]:
+    """(parameters, streams) for the change from `base`[n] to `new`[n]; `differ` bool[n] is where they differ."""
+    cold = scan.true(differ)
     bound, lowest = 0, 0
     if class_count(dtype):
         kinds = classes(base[cold], dtype)
         bound, lowest = _bounds(base, kinds, dtype)
         cold = cold[kinds >= bound] if bound else cold
     hot = _Hot.of(base, dtype, bound, lowest)
-    flags = differs[hot.positions][hot.order]
-    at = _true(flags)
-    where = np.concatenate([hot[at], cold])
+    flags = differ[hot.positions][hot.order]
+    at = scan.true(flags)
+    where = np.concatenate([hot[at], cold]) if at.size else cold
     by = steps(base[where], new[where], dtype)
-    excess = np.abs(by) - 1
+    excess = np.abs(by)
+    excess -= 1
     out = _Writer([bound, lowest])
-    cuts = np.searchsorted(at, hot.starts).tolist()
-    for (start, stop), (first, last) in zip(pairwise(hot.starts), pairwise(cuts), strict=True):
-        out.parameters.append(last - first)
-        if last > first:
-            few = 2 * (last - first) <= stop - start
-            out.places(at[first:last] - start if few else _true(~flags[start:stop]))
-            out.excess(excess[first:last])
-    out.parameters.append(cold.size)
-    if cold.size:
-        out.places(cold)
-        out.excess(excess[at.size :])
+    cuts = [*np.searchsorted(at, hot.starts).tolist(), by.size]
+    starts = [*hot.starts[:-1], 0]
+    ranks = np.concatenate([at, cold])
+    gaps = _gaps(ranks, cuts, starts)
+    exceptions = scan.true(excess != 0)
+    ends = np.searchsorted(exceptions, cuts).tolist()
+    apart = _gaps(exceptions, ends, cuts)
+    more = excess[exceptions] - 1
+    for i, (first, last) in enumerate(pairwise(cuts)):
+        n, size = last - first, hot.starts[i + 1] - starts[i] if i < len(hot.starts) - 1 else base.size
+        out.parameters.append(n)
+        if not n:
+            continue
+        if i < len(hot.starts) - 1 and 2 * n > size:
+            others = scan.true(~flags[starts[i] : starts[i] + size])
+            out.places(_gaps(others, [0, others.size], [0]), int(others[-1]) if others.size else -1)
+        else:
+            out.places(gaps[first:last], int(ranks[last - 1]) - starts[i])
+        begin, end = ends[i], ends[i + 1]
+        furthest = int(exceptions[end - 1]) - first if end > begin else -1
+        out.excess(excess[first:last], apart[begin:end], more[begin:end], furthest)
     signs = np.packbits(by < 0, bitorder="little").tobytes()
     return out.parameters, [*rice.encode(out.runs), signs, b"".join(out.planes)]
 
@@ -157,17 +166,11 @@ def decode(
     return positions, values
 
 
-def _true(flags: np.ndarray) -> np.ndarray:
-    """Where a flat array is not zero."""
-    return flags.nonzero()[0]
-
-
 def _bounds(base: np.ndarray, kinds: np.ndarray, dtype: str) -> tuple[int, int]:
     """(bound, lowest class) that make the piece smallest, from the classes of the changes and a sample of all values."""
     changes = np.bincount(kinds)
     first, last = int(np.argmax(changes > 0)), changes.size
-    stride = max(1, base.size // SAMPLE)
-    sampled = base[::stride]
+    sampled = _sample(base)
     members = np.bincount(classes(sampled, dtype), minlength=last) * (base.size / sampled.size)
     lower, rest = float(members[:first].sum()), float(members[last:].sum())
     changes = changes[first:].astype(np.float64)
@@ -183,6 +186,14 @@ def _bounds(base: np.ndarray, kinds: np.ndarray, dtype: str) -> tuple[int, int]:
     return bound, max(first, bound - CLASSES)
 
 
+def _sample(base: np.ndarray) -> np.ndarray:
+    """About SAMPLE values: stretches of them, since every value touched alone costs a line of the cache."""
+    if base.size <= SAMPLE:
+        return base
+    rows = SAMPLE // STRETCH
+    return base[: base.size // rows * rows].reshape(rows, -1)[:, :STRETCH].reshape(-1)
+
+
 def _entropy(changes: np.ndarray, members: np.ndarray) -> np.ndarray:
     """Bits to say which `changes` of `members` (at least as many) changed."""
     same = members - changes
@@ -191,22 +202,27 @@ def _entropy(changes: np.ndarray, members: np.ndarray) -> np.ndarray:
     return bits
 
 
-def _gaps(ranks: np.ndarray) -> tuple[np.ndarray, int]:
-    """(gaps between ascending ranks, their Rice parameter)."""
-    gaps = np.empty(ranks.size, np.int64)
-    if ranks.size:
-        gaps[0] = ranks[0]
-        np.subtract(ranks[1:], ranks[:-1], out=gaps[1:])
-        gaps[1:] -= 1
-        return gaps, rice.best_shift((int(ranks[-1]) + 1 - ranks.size) / ranks.size)
-    return gaps, 0
+def _gaps(ranks: np.ndarray, cuts: Sequence[int], starts: Sequence[int]) -> np.ndarray:
+    """Gaps between ascending ranks, run by run: run i is ranks[cuts[i]:cuts[i + 1]] and begins at starts[i]."""
+    gaps = np.empty_like(ranks)
+    np.subtract(ranks[1:], ranks[:-1], out=gaps[1:])
+    gaps -= 1
+    for (first, last), start in zip(pairwise(cuts), starts, strict=False):
+        if last > first:
+            gaps[first] = ranks[first] - start
+    return gaps
+
+
+def _shift(n: int, last: int) -> int:
+    """The Rice parameter of the gaps between n ascending ranks."""
+    return rice.best_shift((last + 1 - n) / n) if n else 0
 
 
 def _others(ranks: np.ndarray, size: int) -> np.ndarray:
     """All ranks below `size` that are not in `ranks`."""
     rest = np.ones(size, bool)
     rest[ranks] = False
-    return _true(rest)
+    return scan.true(rest)
 
 
 def _planes(excess: np.ndarray) -> tuple[list[bytes], int]:
