@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from temper.broker.flow import Flow
+from temper.broker.pipe import TURN_BYTES, TURN_MESSAGES, Pipe
 from temper.common.admission import Admission
 from temper.common.errors import ProtocolError
 from temper.common.keys import BrokerKeys, PeerKeys
@@ -28,52 +28,32 @@ from temper.common.log import log
 from temper.common.pump import PeerId
 from temper.common.schema import Ack, Body, Goodbye, Heartbeat, Hello, NewVersion, Refused, Version
 from temper.common.session import check, check_kind, decode
-from temper.common.sockets import Address, Socket, bind, connect, new_epoch, parse_address
+from temper.common.sockets import Address, bind, new_epoch, parse_address
 from temper.common.wire import pack_fields, pack_meta
 
 TICK_S = 1.0
 ABSENT_S = 5.0  # of a peer, which says something every second: nobody waits for it any more
 SILENCE_S = 30.0  # of a peer, after which its line is closed
-QUIET_S = 3.0  # of the parent, after which a connection with keys is made anew: ZeroMQ gives a refused key up
 GRACE_S = 2.0  # for the last acknowledgements after a goodbye or a refusal
 LINES = 480  # four descriptors each, and ZeroMQ has 1,023 sockets
 DEPTH = 8
 REMEMBERED = 1024
-TURN_MESSAGES = 256
-TURN_BYTES = 32 * 1024 * 1024
 
 
 class Line:
     """One peer's line to the parent."""
 
-    __slots__ = (
-        "called_at",
-        "dialed_at",
-        "down",
-        "ending_at",
-        "goodbye",
-        "heard_at",
-        "hello",
-        "link",
-        "parent_at",
-        "peer",
-        "socket",
-        "up",
-        "user",
-        "version",
-    )
+    __slots__ = ("ending_at", "goodbye", "heard_at", "hello", "peer", "pipe", "user", "version")
 
-    def __init__(self, peer: PeerId, now: float) -> None:
+    def __init__(self, peer: PeerId, now: float, user: str) -> None:
         self.peer = peer
         self.hello: Hello | None = None  # None: it was here before this relay was
         self.version: Version | None = None  # of its last heartbeat
         self.goodbye = 0  # sequence of its goodbye
         self.ending_at = 0.0
-        self.user = ""
-        self.heard_at = self.parent_at = self.dialed_at = now
-        self.up, self.down = Flow(), Flow()
-        self.socket: Socket
-        self.link: Link
+        self.user = user
+        self.heard_at = now
+        self.pipe: Pipe
 
     @property
     def works(self) -> bool:
@@ -83,7 +63,8 @@ class Line:
 
 class Passage:
     """See the module. Make it inside a running loop; `close` it. `news(version)` is called for every announced version
-    that passes; `left()` whenever a line ends."""
+    that passes; `left(peer)` when a line
+    ends or begins to."""
 
     def __init__(
         self,
@@ -92,13 +73,12 @@ class Passage:
         name: str,
         *,
         news: Callable[[Version], None],
-        left: Callable[[], None],
+        left: Callable[[PeerId], None],
         keys: BrokerKeys | None = None,
         parent_keys: PeerKeys | None = None,
     ) -> None:
         self.lines: dict[PeerId, Line] = {}
-        self.passed_messages = 0
-        self._dropped = 0
+        self._passed = self._dropped = 0  # on lines that ended
         self._parent, self._parent_keys, self._name = parent, parent_keys, name
         self._news, self._left = news, left
         self._epoch = new_epoch()
@@ -123,7 +103,11 @@ class Passage:
 
     def dropped(self) -> int:
         """Messages that were too many to be passed on."""
-        return self._dropped + sum(line.up.dropped + line.down.dropped for line in self.lines.values())
+        return self._dropped + sum(line.pipe.dropped for line in self.lines.values())
+
+    def passed(self) -> int:
+        """Messages passed on, both ways."""
+        return self._passed + sum(line.pipe.passed for line in self.lines.values())
 
     def roles(self) -> Counter[str]:
         """Peers by role; "relay" for a relay, "unknown" for those that were here before this relay was."""
@@ -174,9 +158,6 @@ class Passage:
             raise ProtocolError(f"{kind.__name__} with {len(parts) - 3} array frames, expected none")
         header, meta = parts[1], parts[2]
         body = decode(kind, bytes(meta)) if kind in _READ else None
-        if isinstance(body, Hello) and body.role == "learner":
-            self.refuse(peer, "role_taken", LEARNER_REFUSED)
-            return size
         line = self.lines.get(peer) or self._open(peer, now)
         if line is None:
             return size
@@ -185,29 +166,28 @@ class Passage:
             meta = pack_meta(self._marked(line, body))
             header = pack_fields(number, flags, version, epoch, 0, len(meta))
         elif isinstance(body, Ack):
-            line.down.acknowledged(body.received)
+            line.pipe.acknowledged(body.received)
         elif isinstance(body, Heartbeat):
             line.version = body.version
         elif isinstance(body, Goodbye):
             line.goodbye = sequence
-        if line.up.admit(sequence, size, now) and line.link.send(b"", header, meta, parts[3:]):
-            self.passed_messages += 1
+        line.pipe.send(header, meta, parts[3:], sequence, size)
         return size
 
     def _open(self, peer: PeerId, now: float) -> Line | None:
         if len(self.lines) >= LINES:
             self._answer(peer, Refused("overflow", f"this relay serves {LINES} peers already: start another one"))
             return None
-        line = Line(peer, now)
-        line.user = self._site.user() if self._keys else ""
-        self._dial(line, now)
-        self.lines[peer] = line
+        line = self.lines[peer] = Line(peer, now, self._site.user() if self._keys else "")
+        line.pipe = Pipe(
+            self._parent,
+            "control",
+            peer,
+            self._parent_keys,
+            site=self._site.send,
+            look=lambda kind, meta: self._look(line, kind, meta),
+        )
         return line
-
-    def _dial(self, line: Line, now: float) -> None:
-        line.socket = connect(self._parent, "control", line.peer, self._parent_keys)
-        line.link = Link(line.socket, lambda: self._from_parent(line))
-        line.dialed_at = now
 
     def _marked(self, line: Line, hello: Hello) -> Hello:
         if len(hello.via) >= DEPTH:
@@ -219,37 +199,19 @@ class Passage:
 
     # ------------------------------------------------------------ down: from the parent to the site
 
-    def _from_parent(self, line: Line) -> None:
-        count = size = 0
-        now = self._loop.time()
-        while count < TURN_MESSAGES and size < TURN_BYTES:
-            parts = line.link.receive()
-            if parts is None:
-                break
-            count += 1
-            try:
-                size += self._down(line, parts, now)
-            except ProtocolError as error:
-                log(f"the parent sent {_name(line)} something malformed, which is not passed on: {error}")
+    def _look(self, line: Line, kind: type[Body], meta: bytes) -> None:
+        """What comes from the parent for a peer, before it is passed on."""
+        if kind is NewVersion:
+            self._news(decode(NewVersion, meta).version)
+        elif kind is Ack:
+            if line.goodbye and decode(Ack, meta).received >= line.goodbye:
+                self._ending(line)
+        elif kind is Refused and decode(Refused, meta).code != "hello":
+            self._ending(line)
 
-    def _down(self, line: Line, parts: list[Any], now: float) -> int:
-        number, _, _, _, sequence, size = check(parts, 0)
-        kind = check_kind(number, sequence, False)
-        line.parent_at = now
-        if kind is Ack:
-            received = decode(Ack, bytes(parts[1])).received
-            line.up.acknowledged(received)
-            if line.goodbye and received >= line.goodbye:
-                line.ending_at = line.ending_at or now + GRACE_S
-                self._left()
-        elif kind is NewVersion:
-            self._news(decode(NewVersion, bytes(parts[1])).version)
-        elif kind is Refused and decode(Refused, bytes(parts[1])).code != "hello":
-            line.ending_at = line.ending_at or now + GRACE_S
-            self._left()
-        if line.down.admit(sequence, size, now) and self._site.send(line.peer, parts[0], parts[1], parts[2:]):
-            self.passed_messages += 1
-        return size
+    def _ending(self, line: Line) -> None:
+        line.ending_at = line.ending_at or self._loop.time() + GRACE_S
+        self._left(line.peer)
 
     # ------------------------------------------------------------ ends
 
@@ -275,10 +237,10 @@ class Passage:
 
     def _end(self, line: Line) -> None:
         self.lines.pop(line.peer, None)
-        self._dropped += line.up.dropped + line.down.dropped
-        line.link.close()
-        line.socket.close(linger=200)
-        self._left()
+        self._dropped += line.pipe.dropped
+        self._passed += line.pipe.passed
+        line.pipe.close()
+        self._left(line.peer)
 
     def _tick(self) -> None:
         now = self._loop.time()
@@ -288,18 +250,13 @@ class Passage:
         self._answered.clear()
         for line in list(self.lines.values()):
             line.heard_at += late
-            line.parent_at += late
+            line.pipe.tick(late)
             if now - line.heard_at > SILENCE_S or (line.ending_at and now > line.ending_at):
                 self._end(line)
             elif self._keys and self._admission and not self._admission.admits(self._keys, line.user):
                 self.refuse(line.peer, "key", "the key of this peer was revoked")
-            elif self._parent_keys is not None and now - max(line.parent_at, line.dialed_at) > QUIET_S:
-                line.link.close()
-                line.socket.close(linger=0)
-                self._dial(line, now)
 
 
-LEARNER_REFUSED = "a learner publishes weights, which a relay only passes on: connect it to the run's broker itself"
 _READ: frozenset[type[Body]] = frozenset({Hello, Ack, Heartbeat, Goodbye})
 
 

@@ -20,7 +20,8 @@ import msgspec
 from temper.broker.bundle import BundleStore
 from temper.broker.daemon import ADDRESS_FILE
 from temper.broker.mirror import Mirror
-from temper.broker.passage import LEARNER_REFUSED, SILENCE_S, Passage
+from temper.broker.passage import SILENCE_S, Passage
+from temper.broker.site import SiteRouter
 from temper.broker.weights import WeightStore
 from temper.common import metrics
 from temper.common.errors import ConfigError, EnvironmentFault, ProtocolError, TemperError
@@ -29,7 +30,7 @@ from temper.common.log import log
 from temper.common.metrics import Meter
 from temper.common.peer import Peer
 from temper.common.peer_daemon import PeerDaemon
-from temper.common.pump import Delivery, PeerId, Router
+from temper.common.pump import Delivery, PeerId
 from temper.common.reports import write_atomically
 from temper.common.schema import Bundle, Drain, Fetch, Hello, NeedBundle, NewVersion, Refused, Version, Welcome
 
@@ -85,7 +86,7 @@ class Relay(PeerDaemon):
         self.many_messages = True
         self._passage: Passage | None = None
         self._mirror: Mirror | None = None
-        self._router: Router | None = None
+        self._router: SiteRouter | None = None
         self._bundle: BundleStore | None = None
         self._awaiting_bundle = False
         self._run_over = False
@@ -111,7 +112,7 @@ class Relay(PeerDaemon):
         durable = self.recipe.run.durability == "full"
         store = WeightStore(self.run_dir / "weights", run_id, sync=durable, backfill=True)
         self._bundle = BundleStore(self.run_dir / "bundle")
-        self._router = Router(
+        self._router = router = SiteRouter(
             self.site_address,
             "bulk",
             self._on_bulk,
@@ -120,16 +121,17 @@ class Relay(PeerDaemon):
             on_room=self._on_room,
             keys=self.keys,
         )
+        router.pass_to(self.peer.address, self.peer.keys)
         self._passage = passage = Passage(
             self.site_address,
             self.peer.address,
             self.name,
             news=self._news,
-            left=self._emptied.set,
+            left=self._left,
             keys=self.keys,
             parent_keys=self.peer.keys,
         )
-        self._mirror = Mirror(self.peer, store, self._router, live=passage.versions)
+        self._mirror = Mirror(self.peer, store, router, live=passage.versions)
         self.spawn(self._mirror.run(), "mirror")
         (self.run_dir / ADDRESS_FILE).write_text(self.site_address + "\n", encoding="utf-8")
 
@@ -176,7 +178,7 @@ class Relay(PeerDaemon):
             metrics.RELAY_FETCHED: mirror.desk.stored_nbytes,
             metrics.RELAY_SERVED: mirror.desk.served_nbytes,
             metrics.RELAY_ASKED: mirror.asked,
-            metrics.RELAY_PASSED: passage.passed_messages,
+            metrics.RELAY_PASSED: passage.passed(),
             metrics.RELAY_DROPPED: passage.dropped(),
         }
         for name, total in totals.items():
@@ -194,6 +196,11 @@ class Relay(PeerDaemon):
                 self._bulk_closed(peer, "silent")
         self._emptied.set()
         super().tick()
+
+    def _left(self, peer: PeerId) -> None:
+        self._emptied.set()
+        if self._router is not None and self._passage is not None and peer not in self._passage.lines:
+            self._router.end(peer)
 
     # ------------------------------------------------------------ the parent
 
@@ -228,8 +235,6 @@ class Relay(PeerDaemon):
         run_id = self.welcome.run_id
         if hello.run_id not in (None, run_id):
             return Refused("run_mismatch", f"this is a relay of run {run_id}, the peer belongs to run {hello.run_id}")
-        if hello.role == "learner":
-            return Refused("role_taken", LEARNER_REFUSED)
         return Welcome(run_id, "", self.welcome.lineage, HEARTBEAT_S)
 
     def _on_bulk(self, batch: list[Delivery]) -> None:

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from broker_stage import Guest, Stage, play, samples, stage
-from relay_stage import LightActor, Relay, Writer, guest_at, relays, weights_of
+from relay_stage import LightActor, Relay, Writer, guest_at, relays, tensors, weights_of
 from temper.common import schema
 from temper.common.errors import ConfigError
 from temper.common.schema import pack_frames, unpack_frames
@@ -151,6 +151,33 @@ def test_a_version_older_than_the_relays_log_is_asked_of_the_parent(tmp_path: Pa
     play(scene)
 
 
+def test_a_learner_behind_relays_publishes_through_them_and_bears_their_death(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s, relays(s, tmp_path, 2) as (near, far):
+            learner = await guest_at(s, far.address, "learner", "learner")
+            await learner.peer.send(schema.LearnerReady(1, None, 0, 0))
+            writer = Writer(learner, 1)
+            first = await writer.publish(SIZE, 0)
+            actor = await LightActor(s, far.address, "actor").open()
+            home = await LightActor(s, s.address, "home").open()
+            assert await actor.swap() == await home.swap() == first
+            await far.kill()
+            await writer.publisher.publish(1, tensors(SIZE, 1))
+            await far.start()
+            await writer.publisher.flush(30.0)
+            second = writer.publisher.stored
+            assert second is not None and second.ordinal == 1
+            await asyncio.gather(actor.swap_until(second), home.swap_until(second))
+            await near.kill()
+            await near.start()
+            third = await writer.publish(SIZE, 2)
+            await asyncio.gather(actor.swap_until(third), home.swap_until(third))
+            assert not actor.client.reseeds and not home.client.reseeds
+            await writer.close()
+
+    play(scene)
+
+
 def test_a_new_lineage_reaches_the_site_and_orphans_are_not_mixed_in(tmp_path: Path) -> None:
     async def scene() -> None:
         async with stage(tmp_path) as s, relays(s, tmp_path) as (relay,):
@@ -261,11 +288,11 @@ def test_a_hostile_peer_is_shut_out_by_the_relay_and_hurts_nobody(tmp_path: Path
             relay_lease, _ = await good.next(schema.Lease)
             await good.peer.send(*samples(relay_lease))
             await good.peer.flush(10.0)
-            learner = Guest(relay.address, "learner", "second-learner")
+            second = Guest(relay.address, "learner", "second-learner")
             other = Guest(relay.address, "actor", "of-another-run", run_id="another")
-            s.guests += [learner, other]
-            with pytest.raises(ConfigError, match="connect it to the run's broker itself"):
-                await learner.peer.open(10.0)
+            s.guests += [second, other]
+            with pytest.raises(ConfigError, match="already has a learner: learner"):
+                await second.peer.open(10.0)
             with pytest.raises(ConfigError, match="belongs to run another"):
                 await other.peer.open(10.0)
 
