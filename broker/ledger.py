@@ -33,7 +33,8 @@ from temper.common.errors import ConfigError, EnvironmentFault
 from temper.common.schema import Samples
 from temper.common.wire import nbytes, pack_meta, unpack_meta
 
-CACHE_BYTES = 256 * 1024 * 1024
+BYTE_CAP = 256 * 1024 * 1024  # of samples in memory: half of it cached, the rest under way to the disk
+CACHE_BYTES = BYTE_CAP // 2
 
 
 class Accepted(msgspec.Struct, frozen=True, gc=False):

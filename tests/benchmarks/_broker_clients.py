@@ -17,6 +17,7 @@ import zmq
 from temper.common.arrays import pack_arrays
 from temper.common.schema import (
     Ack,
+    Covered,
     Demand,
     Done,
     Group,
@@ -38,6 +39,7 @@ LINEAGE = 7
 BYTES_PER_TOKEN = 9  # i32 token, f32 log-probability, u8 mask
 EPOCH = 9
 BEAT_S = 1.0
+STEPS_PER_CHECKPOINT = 8
 ACK_EVERY, ACK_BYTES = 16, 4 * 1024 * 1024
 WINDOW_MESSAGES, WINDOW_BYTES = 4096, 64 * 1024 * 1024
 
@@ -208,6 +210,21 @@ def learner(folder: str, samples: int, report: Any) -> None:
             line.send(Done.KIND, pack_meta(Done(version, batch, {}, True)))
             version, batch = version + 1, []
             line.send(Demand.KIND, pack_meta(Demand("train", GROUPS_PER_STEP)))
+            if version % STEPS_PER_CHECKPOINT == 0:
+                line.send(Covered.KIND, pack_meta(Covered(version, version, "")))
+
+
+def stopped(folder: str) -> None:
+    """A learner that begins a phase and never asks for a group."""
+    line = Line(folder, "learner", "learner", 0)
+    line.send(LearnerReady.KIND, pack_meta(LearnerReady(LINEAGE, None, 0, 0)))
+    phase = Phase("train", {"reverse": (0, 1.0)}, GROUPS_PER_STEP, SAMPLES_PER_GROUP)
+    line.send(Phase.KIND, pack_meta(phase))
+    while True:
+        line.socket.poll(200)
+        while line.take(block=False) is not None:
+            pass
+        line.beat()
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -225,5 +242,7 @@ if __name__ == "__main__":
     role, folder, *rest = sys.argv[1:]
     if role == "actors":
         actors(folder, int(rest[0]), int(rest[1]), int(rest[2]), float(rest[3]))
+    elif role == "stopped":
+        stopped(folder)
     else:
         learner(folder, int(rest[0]), lambda text: print(text, flush=True))

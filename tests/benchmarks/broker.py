@@ -1,11 +1,12 @@
-"""What a message costs in the broker's pump, beside ZeroMQ's own `zmq.proxy` over the same sockets, sizes and clients.
+"""What a message costs in the broker, beside ZeroMQ's own `zmq.proxy` over the same sockets and sizes, Redis and NATS.
 
-    bin/bench broker [--json FILE] [--messages N] [--repeat R]
+    bin/bench broker [--json FILE] [--messages N] [--repeat R] [--stopped-s S]
 
-Every row is one process in the middle (a relay), light producers before it and a consumer behind it, all over ipc. The relay
-``pump`` is a Router that forwards what producers send to the consumer, under credit and with acknowledgements both ways;
-``proxy`` moves the same frames without any of that; ``direct`` is no relay at all. `cpu_us` is the relay's processor time
-a message, all threads: the stable figure on a shared machine. Rates are of the best of R repetitions.
+Every row is one process in the middle (a relay), light clients before and behind it, all over ipc. ``broker`` is the real broker
+with its ledger: an actor's sample in, acknowledged, and on to the learner in a group. ``pump`` is its Router alone, which
+forwards under credit and with acknowledgements both ways; ``proxy`` moves the same frames without any of that; ``direct``
+is no relay at all. Redis Streams and NATS JetStream carry the same acknowledged messages over loopback TCP.
+`cpu_us` is the relay's processor time a message, all threads: the stable figure on a shared machine. The best of R repetitions.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
+from temper.broker.ledger import BYTE_CAP
 from temper.common.schema import Ack, Hello, SampleMeta, Samples, Welcome
 from temper.common.sockets import routing_id
 from temper.common.wire import encode, pack_fields, pack_meta, unpack_fields, unpack_meta
@@ -298,44 +301,73 @@ def best(relay: str, size: int, messages: int, repeat: int, **options: Any) -> d
     for key in rounds[0]:
         values = [measured[key] for measured in rounds]
         row[key] = round(max(values) if key == "rate" else min(values), 2)
-    if "rate" in row:
+    if "rate" in row and relay != "direct":
         row["mib_per_s"] = round(row["rate"] * size / MEBIBYTE, 1)
     return row
 
 
 def main(argv: Sequence[str]) -> dict[str, Any]:
     """All rows and goals."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import _broker_others as others
+    import _broker_real as real
+    import _broker_restart as again
+
     parser = argparse.ArgumentParser(prog="bin/bench broker", description=__doc__)
     parser.add_argument("--messages", type=int, default=60_000, help="of 1 KiB; larger ones in proportion fewer")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of each row")
+    parser.add_argument(
+        "--stopped-s", type=float, default=300.0, help="how long producers push against a stopped consumer"
+    )
     arguments = parser.parse_args(argv)
     n, repeat = arguments.messages, arguments.repeat
     rows: list[dict[str, Any]] = []
-
-    def row(relay: str, size: int, messages: int, **options: Any) -> dict[str, Any]:
-        rows.append(best(relay, size, messages, repeat, **options))
-        return rows[-1]
-
     goals: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> dict[str, Any]:
+        rows.append(row)
+        print(", ".join(f"{key} {value}" for key, value in row.items()), file=sys.stderr, flush=True)
+        return row
 
     def goal(name: str, text: str, value: float, met: bool) -> None:
         goals.append({"name": name, "goal": text, "value": round(value, 2), "met": met})
 
-    for size, share, least in ((KIBIBYTE, 1, 0.8), (64 * KIBIBYTE, 8, 0.9), (MEBIBYTE, 60, 0.9)):
-        plain, ours = row("proxy", size, n // share), row("pump", size, n // share)
-        ratio = ours["rate"] / plain["rate"]
-        goal(f"rate at {size // KIBIBYTE} KiB beside zmq.proxy", f">= {least}", ratio, ratio >= least)
-        if size == KIBIBYTE:
-            goal("pump CPU for 1 KiB acknowledged, us", "<= 8", ours["cpu_us"], ours["cpu_us"] <= 8)
-            half = min(ours["rate"], plain["rate"]) / 2
-    few, many = row("pump", KIBIBYTE, n, peers=8), row("pump", KIBIBYTE, n, peers=512)
+    plain = add(best("proxy", KIBIBYTE, n, repeat))
+    for durability, most, least in (("memory", 8, 0.8), ("full", 16, 0.5)):
+        row = add(real.best(durability, n, KIBIBYTE, repeat))
+        name = f"broker, 1 KiB acknowledged, durability {durability}"
+        goal(f"{name}: CPU, us", f"<= {most}", row["cpu_us"], row["cpu_us"] <= most)
+        ratio = row["rate"] / plain["rate"]
+        goal(f"{name}: rate beside zmq.proxy", f">= {least}", ratio, ratio >= least)
+    ours = add(best("pump", KIBIBYTE, n, repeat))
+    half = min(ours["rate"], plain["rate"]) / 2
+    for size, share in ((64 * KIBIBYTE, 8), (MEBIBYTE, 60)):
+        bare, ours = add(best("proxy", size, n // share, repeat)), add(best("pump", size, n // share, repeat))
+        if size < MEBIBYTE:
+            add(real.best("memory", n // share, size, 1))
+        ratio = ours["rate"] / bare["rate"]
+        goal(f"pump, {size // KIBIBYTE} KiB: bytes/s beside zmq.proxy", ">= 0.9", ratio, ratio >= 0.9)
+    few, many = (add(best("pump", KIBIBYTE, n, repeat, peers=peers)) for peers in (8, 512))
+    for peers in (8, 512):
+        add(best("proxy", KIBIBYTE, n, repeat, peers=peers))
     more = many["cpu_us"] / few["cpu_us"] - 1
-    goal("CPU of 512 peers over 8", "<= 0.2", more, more <= 0.2)
-    alone = row("direct", KIBIBYTE, n // 4, rate=round(half))
-    relayed = row("pump", KIBIBYTE, n // 4, rate=round(half))
-    row("proxy", KIBIBYTE, n // 4, rate=round(half))
+    goal("CPU of 512 peers over 8 (compare the same of zmq.proxy)", "<= 0.2", more, more <= 0.2)
+    alone = add(best("direct", KIBIBYTE, n // 4, repeat, rate=round(half)))
+    relayed = add(best("pump", KIBIBYTE, n // 4, repeat, rate=round(half)))
+    add(best("proxy", KIBIBYTE, n // 4, repeat, rate=round(half)))
     added = relayed["p50_us"] - alone["p50_us"]
     goal("added latency at half load, p50, us", "< 150", added, added < 150)
+    stopped = add(real.stopped(arguments.stopped_s, 256 * KIBIBYTE))
+    bound = BYTE_CAP * 1.1 / MEBIBYTE + 100
+    goal("RSS before a stopped learner, MiB", f"<= {bound:.0f}", stopped["rss_mib"], stopped["rss_mib"] <= bound)
+    idle = add(real.idle(10.0))
+    goal("idle, percent of a core", "< 0.5", idle["core_percent"], idle["core_percent"] < 0.5)
+    back = add(again.restart(10_000, 256, 1 + repeat))
+    seconds = back["serving_again_s"]
+    goal("serving again after kill -9 with 10,000 queued groups, s", "< 2", seconds, seconds < 2)
+    for system in ("redis", "nats"):
+        for durable in (False, True):
+            add(others.measure(system, durable, n // 2, KIBIBYTE))
     return {"rows": rows, "goals": goals}
 
 

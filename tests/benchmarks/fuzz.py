@@ -305,7 +305,7 @@ def fuzz(name: str, inputs: int, seed: int = 0) -> dict[str, Any]:
             f"-seed={seed}",
             "-rss_limit_mb=1024",
             f"-artifact_prefix={tempfile.gettempdir()}/",
-            "-timeout=10",
+            "-timeout=120",  # of wall time, on a machine that may be busy
             "-max_len=600",
         ],
         capture_output=True,

@@ -1,0 +1,144 @@
+"""What a sample costs in the real broker process: leases out, samples in, groups to the learner, steps done; what it keeps
+while nothing is taken, and what it does when there is nothing to do. Used by ``broker``.
+
+The clients (``_broker_clients``) are light and in processes of their own. `cpu_us` is the broker's processor time a sample, all
+threads, leases and groups and acknowledgements included; with durability "full" an accepted sample is on disk before
+it is acknowledged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+CLIENTS = Path(__file__).with_name("_broker_clients.py")
+GROUPS_PER_STEP, SAMPLES_PER_GROUP, STALENESS = 32, 16, 4
+RECIPE = f"""
+[run]
+name = "bench"
+max_steps = 1000000
+[model]
+vocabulary = "abcdef"
+[pacing]
+groups_per_step = {GROUPS_PER_STEP}
+samples_per_group = {SAMPLES_PER_GROUP}
+max_staleness = {STALENESS}
+[[domains]]
+name = "reverse"
+module = "temper.actor.domains.reverse"
+"""
+
+
+def wait_for(path: Path, child: subprocess.Popen[bytes], deadline_s: float = 30.0) -> None:
+    """Until the broker has bound its sockets."""
+    end = time.monotonic() + deadline_s
+    while not path.exists():
+        if child.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(f"the broker did not start ({child.poll()})")
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def serving(durability: str) -> Iterator[tuple[str, psutil.Process]]:
+    """A real broker: the folder of its sockets, its process."""
+    with tempfile.TemporaryDirectory(prefix="bench") as folder:
+        recipe = Path(folder) / "bench.toml"
+        recipe.write_text(RECIPE)
+        address = f"{folder}/socket"
+        broker = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "temper.broker", str(recipe), "--run", f"{folder}/run"),
+                *("--bind", f"ipc://{address}", f"--run.durability={durability}"),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            wait_for(Path(address) / "bulk.sock", broker)
+            yield address, psutil.Process(broker.pid)
+        finally:
+            broker.kill()
+            broker.wait(30)
+
+
+@contextlib.contextmanager
+def clients(*commands: Sequence[Any]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Light clients, killed at the end."""
+    children: list[subprocess.Popen[str]] = []
+    try:
+        for command in commands:
+            line = [sys.executable, "-P", str(CLIENTS), *map(str, command)]
+            children.append(subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        yield children
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Processor time so far, all threads."""
+    return float(sum(process.cpu_times()[:2]))
+
+
+def measure(durability: str, samples: int, payload: int, peers: int = 4) -> dict[str, Any]:
+    """One row: `samples` of `payload` bytes from `peers` actors."""
+    with serving(durability) as (address, broker):
+        actors = ("actors", address, peers, max(640 // peers, 1), payload, 0)
+        with clients(("learner", address, samples), actors) as (learner, _):
+            assert learner.stdout is not None
+            said = learner.stdout.readline()
+            if said.strip() != "begin":
+                raise RuntimeError(f"the learner said {said!r}")
+            before = cpu_s(broker)
+            _, done, seconds = learner.stdout.readline().split()
+            used = cpu_s(broker) - before
+    count = int(done)
+    return {
+        "relay": f"broker, {durability}",
+        "bytes": payload,
+        "messages": count,
+        "peers": peers,
+        "cpu_us": round(used / count * 1e6, 2),
+        "rate": round(count / float(seconds)),
+    }
+
+
+def best(durability: str, samples: int, payload: int, repeat: int, peers: int = 4) -> dict[str, Any]:
+    """The best of `repeat`: lowest CPU, highest rate."""
+    rounds = [measure(durability, samples, payload, peers) for _ in range(repeat)]
+    least, most = min(row["cpu_us"] for row in rounds), max(row["rate"] for row in rounds)
+    return {**rounds[0], "cpu_us": least, "rate": most, "mib_per_s": round(most * payload / 2**20, 1)}
+
+
+def stopped(seconds: float, payload: int) -> dict[str, Any]:
+    """Four actors push against a learner that takes nothing: the most memory that the broker had."""
+    with (
+        serving("full") as (address, broker),
+        clients(("stopped", address), *[("actors", address, 1, 160, payload, 0)] * 4),
+    ):
+        end, peak = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            peak = max(peak, broker.memory_info().rss)
+            time.sleep(0.2)
+        pushed = sum(file.stat().st_size for file in Path(address).parent.glob("run/ledger/segments/*.seg"))
+    name = "broker, full, stopped learner"
+    return {"relay": name, "bytes": payload, "seconds": seconds, "mib_taken": pushed >> 20, "rss_mib": peak >> 20}
+
+
+def idle(seconds: float) -> dict[str, Any]:
+    """The share of a core that a broker takes with four actors that have nothing to do."""
+    with serving("full") as (address, broker), clients(("actors", address, 4, 1, 1024, 0)):
+        time.sleep(2.0)
+        before, begun = cpu_s(broker), time.monotonic()
+        time.sleep(seconds)
+        share = (cpu_s(broker) - before) / (time.monotonic() - begun)
+    return {"relay": "broker, idle", "peers": 4, "seconds": seconds, "core_percent": round(100 * share, 2)}
