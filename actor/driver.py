@@ -1,4 +1,4 @@
-"""`SampleDriver`: what an episode may do to its sample: sample a turn, append foreign text.
+"""`SampleDriver`: what an episode may do to its sample: sample a turn, append foreign text, use a tool.
 
 Keeps the sequence as ids all along: a later turn continues the very ids of the earlier ones, so training sees what was
 sampled. One driver a sample, made by `episodes`.
@@ -10,8 +10,10 @@ from dataclasses import replace
 
 from temper.actor.engines.base import Cancel, Engine, GenerateRequest, SamplingParams
 from temper.actor.text import Text
+from temper.actor.tools import ToolSession
 from temper.common.config import Recipe
 from temper.common.domains import Completion
+from temper.common.schema import Verdict
 
 
 class EpisodeOver(Exception):
@@ -30,10 +32,12 @@ class SampleDriver:
         seed: int,
         recipe: Recipe,
         cancel: Cancel | None,
+        tools: ToolSession,
     ) -> None:
         self._ids = list(prompt)
         self._start = len(prompt)
         self._engine, self._text, self._params, self._cancel = engine, text, replace(params, seed=seed), cancel
+        self._tools = tools
         self._limit = min(recipe.model.max_length_tokens, engine.caps.max_length_tokens)
         self._logprobs: list[float] = []
         self._mask: list[int] = []
@@ -80,6 +84,10 @@ class SampleDriver:
             self._runs[-1][2] += len(ids)
         else:
             self._unversioned += len(ids)
+
+    async def tool(self, code: str, language: str = "python") -> Verdict:
+        """See `domains.Driver.tool`."""
+        return await self._tools.step(code, language)
 
     def completion(self) -> Completion:
         """Everything after the prompt."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from temper.actor.driver import EpisodeOver, SampleDriver
 from temper.actor.engines.base import Cancel, Engine, SamplingParams
 from temper.actor.text import Text
+from temper.actor.tools import ToolLost, ToolSession
 from temper.common.config import Recipe
 from temper.common.domains import Completion, Domain, Grader, Score, Split, Task, derive_seed
 from temper.common.errors import EngineError, TemperError
@@ -208,7 +209,24 @@ def _prompt_ids(context: _Context, task: Task) -> list[int]:
 
 async def _sample(context: _Context, task: Task, prompt: list[int], index: int) -> SampleOut:
     seed = sample_seed(context.lease, index, context.recipe)
-    driver = SampleDriver(prompt, context.engine, context.text, context.params, seed, context.recipe, context.cancel)
+    # The box outlives the lease by a program's time, or the last step would meet a dead one.
+    tools = ToolSession(context.grader, seed, context.lease.deadline_s + context.recipe.sandbox.wall_s)
+    driver = SampleDriver(
+        prompt, context.engine, context.text, context.params, seed, context.recipe, context.cancel, tools
+    )
+    try:
+        completion = await _episode(context, task, driver)
+        completion.files = await tools.close()
+    except ToolLost as error:
+        raise Failed("infra", str(error)) from error
+    finally:
+        tools.abandon()
+    score = await score_completion(context.domain, context.lease.domain, task, completion, context.grader)
+    return assemble(context, task, prompt, completion, score, index)
+
+
+async def _episode(context: _Context, task: Task, driver: SampleDriver) -> Completion:
+    """What the domain's episode made of the driver's sample."""
     try:
         episode = getattr(context.domain, "episode", None)
         await (driver.generate() if episode is None else episode(task, driver))
@@ -216,6 +234,8 @@ async def _sample(context: _Context, task: Task, prompt: list[int], index: int) 
         pass
     except EngineError as error:
         raise Failed("infra", f"engine: {error}") from error
+    except ToolLost:
+        raise
     except Exception as error:
         raise Failed("task", f"{context.lease.domain}.episode: {describe(error)}") from error
     if driver.aborted:
@@ -223,8 +243,7 @@ async def _sample(context: _Context, task: Task, prompt: list[int], index: int) 
     completion = driver.completion()
     if not any(completion.loss_mask):
         raise Failed("task", f"{context.lease.domain}.episode sampled nothing for {task.key[:100]!r}")
-    score = await score_completion(context.domain, context.lease.domain, task, completion, context.grader)
-    return assemble(context, task, prompt, completion, score, index)
+    return completion
 
 
 async def score_completion(domain: Domain, name: str, task: Task, completion: Completion, grader: Grader) -> Score:

@@ -111,12 +111,16 @@ class SandboxGrader:
 
     def _start(self, job: SandboxJob, lease_id: int, domain: str) -> _Execution:
         job = msgspec.structs.replace(job, job_id=f"{self._prefix}-{next(self._numbers)}")
-        body = Job(job.job_id, lease_id, domain, job.session_id)
+        body = Job(job.job_id, lease_id, domain, job.session_id, job.close_session)
         execution = _Execution(job.job_id, self._loop.create_future(), body, pack_frames(job))
         self._by_id[job.job_id] = execution
         self.counts.jobs += 1
         execution.sending = self._loop.create_task(self._send(execution))
         return execution
+
+    def end_session(self, name: str) -> None:
+        """The episode of a session is over."""
+        self._link.post(JobCancel(name, session=True))
 
     def resend(self) -> None:
         """The broker restarted, and jobs live in its memory only: hand in again what has no verdict. One that it knows, or
@@ -175,6 +179,10 @@ class BoundGrader:
     async def run(self, job: SandboxJob) -> Verdict:
         """See `domains.Grader.run`."""
         return await on_loop(self._grader._loop, lambda: self._grader.run(job, self._lease_id, self._domain))
+
+    def end_session(self, name: str) -> None:
+        """See `tools.EndsSessions`. From any thread."""
+        self._grader._loop.call_soon_threadsafe(self._grader.end_session, name)
 
 
 def content_key(job: SandboxJob) -> bytes:

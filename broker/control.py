@@ -265,6 +265,8 @@ class ControlDesk:
                     self.router.forward(routing_id, schema.Job.KIND, meta, frames)
             case ev.CancelJob(worker, job_id):
                 self._send(worker, schema.JobCancel(job_id))
+            case ev.EndSession(worker, name):
+                self._send(worker, schema.JobCancel(name, session=True))
             case ev.ForwardVerdict(requester, done):
                 self._send(requester, done, turn.verdicts.get(done.job_id, ()))
             case ev.FailJob(requester, job_id, reason):

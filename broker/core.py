@@ -66,7 +66,7 @@ class BrokerCore(RunState):
         self._handlers: dict[type[schema.Body], tuple[str, Handler]] = {
             schema.Touch: ("actor", self._attempts.touch),
             schema.Return: ("actor", self._attempts.returned),
-            schema.JobCancel: ("actor", lambda peer, body, now: self.jobs.cancel(peer, body.job_id)),
+            schema.JobCancel: ("actor", lambda peer, body, now: self._cancelled(peer, body)),
             schema.JobDone: ("sandbox", lambda peer, body, now: self.jobs.done(peer, body)),
             schema.LearnerReady: ("learner", learning.ready),
             schema.Phase: ("learner", learning.phase),
@@ -184,6 +184,9 @@ class BrokerCore(RunState):
             return [*self._leave(peer, f"sent {kind}"), offence]
         return handler(peer, body, now)
 
+    def _cancelled(self, peer: PeerKey, body: schema.JobCancel) -> list[Action]:
+        return self.jobs.end_session(peer, body.job_id) if body.session else self.jobs.cancel(peer, body.job_id)
+
     def _holding(self, record: PeerRecord, body: schema.Holding) -> list[Action]:
         """A peer that knew an earlier incarnation of this broker says what it still holds."""
         if not record.returning:
@@ -192,6 +195,6 @@ class BrokerCore(RunState):
         if record.role == "learner":
             return self._learning.holding(body) if record.peer == self.owner else []
         if record.role == "sandbox":
-            self.jobs.adopt(record.peer, record.slots, body.jobs)
+            self.jobs.adopt(record.peer, record.slots, body.jobs, body.sessions)
             return []
         return self._attempts.holding(record.peer, body)

@@ -167,6 +167,14 @@ class CancelJob:
 
 
 @dataclass(frozen=True, slots=True)
+class EndSession:
+    """Tell the worker that nobody needs the session any more."""
+
+    worker: PeerKey
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardVerdict:
     """Send the verdict just received to the requester."""
 
@@ -229,6 +237,7 @@ Action = (
     | RefusePeer
     | AssignJob
     | CancelJob
+    | EndSession
     | ForwardVerdict
     | FailJob
     | DropJob

@@ -3,7 +3,7 @@
 A job is waiting, running on one worker, or finished; the first verdict counts, later ones are ignored. A worker's
 death puts its jobs back; a job that was running at the death of `DEATHS_ALLOWED` workers is answered with `infra`
 instead of killing more. Jobs of a session run on the worker that ran its first one; with that worker the session dies
-(`infra`). Pure; called by `BrokerCore` only.
+(`infra`); a session belongs to the requester that named it first. Pure; called by `BrokerCore` only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from temper.broker.events import (
     AssignJob,
     CancelJob,
     DropJob,
+    EndSession,
     FailJob,
     ForwardVerdict,
     Note,
     PeerKey,
     RefusePeer,
 )
+from temper.broker.sessions import SessionBook
 from temper.common.schema import Job, JobDone
 
 DEATHS_ALLOWED = 3
@@ -44,6 +46,7 @@ class JobRecord:
     session_id: str | None
     sequence: int
     nbytes: int = 0
+    closes: bool = False  # its session ends with it
     worker: PeerKey = ""
     deaths: int = 0
 
@@ -70,7 +73,7 @@ class JobBook:
         self.requeued = 0
         self._waiting: dict[tuple[str, PeerKey], list[tuple[int, int, str]]] = {}
         self._pinned: dict[PeerKey, list[tuple[int, int, str]]] = {}
-        self._sessions: dict[str, tuple[PeerKey, PeerKey]] = {}  # session -> (worker, requester)
+        self.sessions = SessionBook()
         self._busy_domain: Counter[str] = Counter()
         self._busy_bucket: Counter[tuple[str, PeerKey]] = Counter()
         self._sequence = 0
@@ -95,10 +98,11 @@ class JobBook:
         self.running[worker] = set()
         self._pinned[worker] = []
 
-    def adopt(self, worker: PeerKey, slots: int, job_ids: list[str]) -> None:
-        """A worker that knew an earlier incarnation of this broker runs these jobs. A requester that names one of them
-        again gets this worker's verdict."""
+    def adopt(self, worker: PeerKey, slots: int, job_ids: list[str], sessions: list[str]) -> None:
+        """A worker that knew an earlier incarnation of this broker runs these jobs and holds these sessions. A requester
+        that names one of them again gets this worker's verdict."""
         self.slots[worker] = slots
+        self.sessions.adopt(worker, sessions)
         for job_id in job_ids:
             if job_id not in self.jobs:
                 self._ghosts[job_id] = worker
@@ -109,12 +113,15 @@ class JobBook:
         self.slots[worker] = slots
 
     def submit(self, requester: PeerKey, body: Job, nbytes: int = 0) -> list[Action]:
-        """A new job. A repeated id of the same requester is the same job; another requester's id is an offence."""
+        """A new job. A repeated id of the same requester is the same job; another requester's id or session is an offence."""
         known = self.jobs.get(body.job_id)
         if known is not None:
             if known.requester != requester:
                 return [RefusePeer(requester, "malformed", f"job id {body.job_id!r} belongs to another peer")]
             return []
+        session = body.session_id
+        if session is not None and self.sessions.owner(session) not in (None, requester):
+            return [RefusePeer(requester, "malformed", f"session {session!r} belongs to another peer")]
         count, held = self._held.get(requester, (0, 0))
         if count >= WAITING_JOBS or (held and held + nbytes > WAITING_BYTES):
             self.outcomes["infra"] += 1
@@ -124,14 +131,21 @@ class JobBook:
             return [FailJob(requester, body.job_id, reason), DropJob(body.job_id)]
         self._held[requester] = (count + 1, held + nbytes)
         self._sequence += 1
-        job = JobRecord(body.job_id, requester, body.lease_id, body.domain, body.session_id, self._sequence, nbytes)
+        job = JobRecord(
+            body.job_id, requester, body.lease_id, body.domain, session, self._sequence, nbytes, body.close_session
+        )
         self.jobs[job.job_id] = job
+        actions: list[Action] = []
+        if session is not None:
+            self.sessions.admit(session, requester, job.job_id)
+            if surplus := self.sessions.surplus(requester):
+                actions = [EndSession(surplus[1], surplus[0]), Note(f"session {surplus[0]}: one of too many, ended")]
         worker = self._ghosts.pop(job.job_id, None)
         if worker is not None:
             self._start(job, worker)
         else:
             self._queue(job)
-        return []
+        return actions
 
     def done(self, worker: PeerKey, body: JobDone) -> list[Action]:
         """A verdict. The first one finishes the job, whoever sends it; others are ignored."""
@@ -149,23 +163,30 @@ class JobBook:
         return [*actions, ForwardVerdict(job.requester, body), DropJob(job.job_id)]
 
     def cancel(self, requester: PeerKey, job_id: str) -> list[Action]:
-        """The requester does not want the verdict any more."""
+        """The requester does not want the verdict any more. A session's job that runs takes its session along."""
         job = self.jobs.get(job_id)
         if job is None or job.requester != requester:
             return []
         actions: list[Action] = [CancelJob(job.worker, job_id)] if job.worker else []
+        job.closes = bool(job.worker)
         self._finish(job)
         self.outcomes["cancelled"] += 1
         return [*actions, DropJob(job_id)]
+
+    def end_session(self, requester: PeerKey, name: str) -> list[Action]:
+        """The episode of a session is over."""
+        pin = self.sessions.take(name, requester)
+        if pin is None:
+            return []
+        actions = [action for job_id in sorted(pin.jobs) for action in self.cancel(requester, job_id)]
+        return [*actions, EndSession(pin.worker, name)] if pin.worker else actions
 
     def requester_left(self, requester: PeerKey) -> list[Action]:
         """Nobody waits for these jobs any more."""
         actions: list[Action] = []
         for job in [job for job in self.jobs.values() if job.requester == requester]:
             actions += self.cancel(requester, job.job_id)
-        actions += [CancelJob(pin[0], name) for name, pin in self._sessions.items() if pin[1] == requester]
-        self._sessions = {name: pin for name, pin in self._sessions.items() if pin[1] != requester}
-        return actions
+        return actions + [EndSession(pin.worker, name) for name, pin in self.sessions.take_all(requester) if pin.worker]
 
     def worker_left(self, worker: PeerKey, reason: str, clean: bool = False) -> list[Action]:
         """The worker is gone: its jobs go out again, its sessions are over. A `clean` end is no job's fault."""
@@ -175,19 +196,17 @@ class JobBook:
         lost = sorted(self.running.pop(worker) | {job_id for _, _, job_id in self._pinned.pop(worker)})
         del self.slots[worker]
         self._ghosts = {job_id: runner for job_id, runner in self._ghosts.items() if runner != worker}
+        for job_id in sorted(job_id for pin in self.sessions.take_worker(worker) for job_id in pin.jobs):
+            actions += self._fail(self.jobs[job_id], f"the sandbox worker of its session is gone: {reason}")
         for job in (self.jobs[job_id] for job_id in lost if job_id in self.jobs):
             if job.worker:
                 job.deaths += not clean
                 self._stop(job)
-            pin = self._sessions.get(job.session_id or "")
-            if pin is not None and pin[0] == worker:
-                actions += self._fail(job, f"the sandbox worker of its session is gone: {reason}")
-            elif job.deaths >= DEATHS_ALLOWED:
+            if job.deaths >= DEATHS_ALLOWED:
                 actions += self._fail(job, f"{job.deaths} sandbox workers died while they ran it, last: {reason}")
             else:
                 self.requeued += 1
                 self._queue(job)
-        self._sessions = {name: pin for name, pin in self._sessions.items() if pin[0] != worker}
         return actions
 
     def assign(self) -> list[Action]:
@@ -222,12 +241,12 @@ class JobBook:
             job = self.jobs.get(place[2])
             if job is None or job.worker:
                 continue
-            pin = self._sessions.get(job.session_id or "")
-            if pin is None:
+            home = self.sessions.worker(job.session_id)
+            if not home:
                 return self._start(job, freest)
-            if self._free(pin[0]) > 0:
-                return self._start(job, pin[0])
-            heapq.heappush(self._pinned[pin[0]], place)
+            if self._free(home) > 0:
+                return self._start(job, home)
+            heapq.heappush(self._pinned[home], place)
         return None
 
     def _turn(self, bucket: tuple[str, PeerKey]) -> tuple[int, int, tuple[int, int, str]]:
@@ -242,7 +261,7 @@ class JobBook:
         self._busy_domain[job.domain] += 1
         self._busy_bucket[job.bucket] += 1
         if job.session_id is not None:
-            self._sessions.setdefault(job.session_id, (worker, job.requester))
+            self.sessions.start(job.session_id, worker)
         return job
 
     def _stop(self, job: JobRecord) -> None:
@@ -257,6 +276,8 @@ class JobBook:
         if job.worker:
             self._stop(job)
         del self.jobs[job.job_id]
+        if job.session_id is not None:
+            self.sessions.finish(job.session_id, job.job_id, job.closes)
         count, held = self._held.pop(job.requester)
         if count > 1:
             self._held[job.requester] = (count - 1, held - job.nbytes)

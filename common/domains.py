@@ -51,6 +51,7 @@ class Completion:
     finish_reason: str
     text: str
     support: list[list[int]] | None = None
+    files: dict[str, bytes] = field(default_factory=dict)  # the workspace that the episode's tool session left
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,12 @@ class Driver(Protocol):
 
     async def append(self, text: str) -> None:
         """Append environment or tool text: mask 0, no log-probability."""
+        ...
+
+    async def tool(self, code: str, language: str = "python") -> Verdict:
+        """Run one step in the sample's own sandbox session ("python" or "bash"). It is opened by the first step, keeps its
+        state from step to step and ends with the episode; its files are then `Completion.files`. An error of the code is in
+        the verdict."""
         ...
 
 

@@ -158,7 +158,8 @@ class Holding(Body, frozen=True):
     """peer -> B, when the broker came back as a new incarnation: what this peer still has (RESYNC).
 
     Actors: `attempts` (lease_id, attempt) that they work on. Learner: ids of `groups` received and not yet done or void
-    (those of evaluations under way too), and the `demand` outstanding by lane. Sandbox workers: `jobs` they run.
+    (those of evaluations under way too), and the `demand` outstanding by lane. Sandbox workers: `jobs` they run and names
+    of `sessions` that live there.
     `epoch` is the incarnation of the broker that is told: said to one that died meanwhile, it is stale and ignored.
     """
 
@@ -168,6 +169,7 @@ class Holding(Body, frozen=True):
     groups: list[int] = field(default_factory=list)
     demand: dict[str, int] = field(default_factory=dict)
     jobs: list[str] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)
 
 
 class StatusReport(Body, frozen=True):
@@ -326,6 +328,7 @@ class SandboxJob(Part, frozen=True):
     session_s: float = 600.0  # how long a session may live; the first job of a session says it
     close_session: bool = False  # the session ends after this job, whose verdict brings its files
     jail_per_test: bool = False  # every test in a jail of its own, instead of all in one visit
+    resume: bool = False  # the session must be there already: else infra, for what it held is lost
 
 
 class TestResult(Part, frozen=True):
@@ -363,7 +366,8 @@ class Verdict(Part, frozen=True):
 class Job(Body, frozen=True):
     """actor -> B -> sandbox: one job; the frames hold MessagePack of the SandboxJob, split at 16 MiB.
 
-    `lease_id` orders jobs (grading of the oldest lease first). `domain` is for fairness and counts.
+    `lease_id` orders jobs (grading of the oldest lease first). `domain` is for fairness and counts. `close_session`: as the
+    SandboxJob's, the session's worker need not be remembered after this job.
     """
 
     KIND: ClassVar[int] = 32
@@ -371,6 +375,7 @@ class Job(Body, frozen=True):
     lease_id: int
     domain: str
     session_id: str | None = None
+    close_session: bool = False
 
 
 class JobDone(Body, frozen=True):
@@ -383,10 +388,11 @@ class JobDone(Body, frozen=True):
 
 
 class JobCancel(Body, frozen=True):
-    """actor -> B -> sandbox: the episode is over; kill what runs."""
+    """actor -> B -> sandbox: the episode is over; kill what runs. With `session`, `job_id` is the name of a session."""
 
     KIND: ClassVar[int] = 34
     job_id: str
+    session: bool = False
 
 
 # ---------------------------------------------------------------- learner

@@ -10,6 +10,7 @@ from temper.sandbox.languages import LANGUAGES, PROGRAM
 FILES_LIMIT = 256
 FILES_LIMIT_BYTES = 32 * 1024 * 1024
 TESTS_LIMIT = 1024
+NAME_LIMIT = 128
 OUTPUT_LIMIT_BYTES = 16 * 1024 * 1024
 
 
@@ -36,6 +37,8 @@ def refuse(job: SandboxJob) -> str:
 
 def refuse_session(job: SandboxJob) -> str:
     """A session needs no entry file: its steps are code."""
+    if not 1 <= len(job.session_id or "") <= NAME_LIMIT:
+        return f"the name of a session has {len(job.session_id or '')} characters, allowed 1 to {NAME_LIMIT}"
     if not 0.1 <= job.session_s <= 24 * 3600:
         return f"session_s = {job.session_s}, allowed 0.1 to 86400"
     if job.checker is not None or any(test.suite for test in job.tests):

@@ -82,8 +82,9 @@ class SandboxDaemon(PeerDaemon):
             await self._worker.__aexit__()
 
     def holding(self) -> Holding:
-        """The jobs that run here."""
-        return Holding(self.peer.broker_epoch, jobs=list(self._jobs))
+        """The jobs that run here, the sessions that live here."""
+        sessions = self._worker.sessions.names() if self._worker is not None else []
+        return Holding(self.peer.broker_epoch, jobs=list(self._jobs), sessions=sessions)
 
     def idle(self) -> bool:
         """No job is here."""
@@ -107,12 +108,12 @@ class SandboxDaemon(PeerDaemon):
         task.add_done_callback(lambda _: self._jobs.pop(job.job_id, None))
 
     def _on_cancel(self, cancel: JobCancel, frames: list[memoryview]) -> None:
-        task = self._jobs.get(cancel.job_id)
-        if task is not None:
+        if cancel.session:
+            if self._worker is not None:
+                self._worker.sessions.end(cancel.job_id)
+        elif (task := self._jobs.get(cancel.job_id)) is not None:
             self.meter.add(metrics.SANDBOX_CANCELLED)
             task.cancel()
-        elif self._worker is not None:
-            self._worker.sessions.end(cancel.job_id)  # the episode of an idle session is over
 
     async def _answer(self, job: Job, frames: list[memoryview]) -> None:
         started = time.monotonic()

@@ -155,14 +155,22 @@ class Host:
         return ["-u", str(NOBODY), "-g", str(NOBODY)]
 
     def command(
-        self, profile: Profile, log_fd: int, control_fd: int, pid_fd: int, inside: Path, reachable: Mapping[Path, Path]
+        self,
+        profile: Profile,
+        log_fd: int,
+        control_fd: int,
+        pid_fd: int,
+        inside: Path,
+        reachable: Mapping[Path, Path],
+        core: str = "0",
     ) -> list[str]:
         """nsjail's command line. `control_fd` is the init's socket, `pid_fd` see inside/warm.py, `inside` the compiled init,
-        `reachable` where the jail's uid reaches a path that it cannot walk to."""
+        `reachable` where the jail's uid reaches a path that it cannot walk to, `core` its --rlimit_core."""
         binds = {**self.binds, **binds_of(dict(profile.libraries))}
         if self.interpreter.outside_usr:
             binds[str(self.interpreter.prefix)] = str(self.interpreter.prefix)
-        command = [str(self.nsjail), "-q", "-C", str(POLICY), "-Mr", "--log_fd", str(log_fd), *self.identity()]
+        command = [str(self.nsjail), "-q", "-C", str(POLICY), "-Mr", "--log_fd", str(log_fd), "--rlimit_core", core]
+        command += self.identity()
         command += ["--pass_fd", str(control_fd), "-R", f"{inside}:{INSIDE_IN_JAIL}"]
         if pid_fd >= 0:
             command += ["--pass_fd", str(pid_fd), "--cap", "CAP_CHECKPOINT_RESTORE"]

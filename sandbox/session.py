@@ -11,7 +11,6 @@ import contextlib
 import os
 import struct
 import time
-from pathlib import Path
 
 from temper.common.log import log
 from temper.common.schema import Limits, SandboxJob, TestCase, Verdict
@@ -19,8 +18,8 @@ from temper.sandbox import tree, verdicts
 from temper.sandbox.admission import refuse_names
 from temper.sandbox.cell import Cell
 from temper.sandbox.inside import protocol
-from temper.sandbox.jail import INSIDE
-from temper.sandbox.jobs import inside, run_files
+from temper.sandbox.jail import INSIDE_IN_JAIL
+from temper.sandbox.jobs import run_files
 from temper.sandbox.run import CHECK_S, JailFailed, Request, header_of
 from temper.sandbox.streams import Stream, pack_bundle, sealed
 from temper.sandbox.verdicts import Facts, Killed
@@ -54,12 +53,11 @@ class Session:
         if cell.leaf is not None:
             cell.leaf.arm(job.limits.memory_bytes, job.limits.pids + 1)
         python = job.language == "python"
-        name = ".temper_repl.py" if python else ".temper_shell.sh"
-        text = inside("repl") if python else (INSIDE / "shell.sh").read_bytes()
-        arguments = (name,) if python else ("/bin/bash", "--norc", "--noprofile", name)
+        served = f"{INSIDE_IN_JAIL}/{'repl.py' if python else 'shell.sh'}"
+        arguments = (served,) if python else ("/bin/bash", "--norc", "--noprofile", served)
         kind = protocol.PYTHON if python else protocol.COMMAND
         with contextlib.ExitStack() as stack:
-            bundle = sealed("session", pack_bundle(arguments, {**job.files, name: text}, job.seed))
+            bundle = sealed("session", pack_bundle(arguments, job.files, job.seed))
             nothing = sealed("stdin", b"")
             commands, session._commands = os.pipe2(os.O_CLOEXEC)
             session._done, done = os.pipe2(os.O_CLOEXEC)
@@ -210,8 +208,8 @@ class Session:
         facts = await run_files(
             self._cell,
             protocol.PYTHON,
-            ("temper_snapshot.py", str(SNAPSHOT_LIMIT_BYTES)),
-            {"temper_snapshot.py": inside("snapshot")},
+            (f"{INSIDE_IN_JAIL}/snapshot.py", str(SNAPSHOT_LIMIT_BYTES)),
+            {},
             SNAPSHOT_LIMITS,
             flags=protocol.KEEP,
             stdout_limit=2 * SNAPSHOT_LIMIT_BYTES,
@@ -229,6 +227,6 @@ def unpack_files(data: bytes) -> dict[str, bytes]:
     files = {}
     for name, content in zip(parts[::2], parts[1::2], strict=False):
         text = name.decode(errors="backslashreplace")
-        if not refuse_names([text]) and not Path(text).name.startswith(".temper_"):
+        if not refuse_names([text]):
             files[text] = content
     return files

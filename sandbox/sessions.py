@@ -38,6 +38,10 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def names(self) -> list[str]:
+        """The sessions that live."""
+        return list(self._entries)
+
     async def run(self, job: SandboxJob) -> Verdict:
         """The job's steps in its session. Cancelling ends the session."""
         name = job.session_id or ""
@@ -47,6 +51,10 @@ class Sessions:
             return verdicts.infra(f"session {name!r} is being opened by another job")
         entry = self._entries.get(name)
         if entry is None:
+            if job.resume:
+                return verdicts.infra(
+                    f"session {name!r} is not there any more: its deadline has come, or its worker's end"
+                )
             if len(self._entries) + len(self._opening) >= SESSIONS_LIMIT:
                 return verdicts.infra(f"{SESSIONS_LIMIT} sessions are open on this worker")
             entry = await self._open(name, job)

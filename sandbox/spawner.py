@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import TypeVar
 from temper.common.errors import EnvironmentFault
 from temper.sandbox.jail import INSIDE, Host, Interpreter, Profile, enterable_by_others
 
+CORE_BYTES = 1
 _CLONE_NEWNS = 0x00020000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
@@ -27,6 +29,7 @@ T = TypeVar("T")
 
 
 INIT_PARTS = ("init", "program", "protocol", "warm", "workspace")
+SERVED = ("repl.py", "shell.sh", "snapshot.py")  # run from there: a session's workspace is its own
 _COMPILE = """
 import py_compile, sys
 for source, target, name in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3]):
@@ -47,9 +50,19 @@ def compiled_inside(interpreter: Interpreter, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     if done.returncode != 0:
         raise EnvironmentFault(f"the sandbox's interpreter {interpreter.binary} failed: {done.stderr.strip()[-300:]}")
+    for name in SERVED:
+        (target / name).write_bytes((INSIDE / name).read_bytes())
     for path in target.iterdir():
         path.chmod(0o444)
     return target
+
+
+def uncored() -> list[str]:
+    """Words before a command that limit its core files to one byte, the kernel's sign for "not even to a program of the host".
+    Empty where this cannot be said: the limit is 0 then, which no core *file* passes."""
+    prlimit = shutil.which("prlimit")
+    may = resource.getrlimit(resource.RLIMIT_CORE)[1] != 0 or os.geteuid() == 0
+    return [prlimit, f"--core={CORE_BYTES}:{CORE_BYTES}"] if prlimit and may else []
 
 
 def follower() -> list[str]:
@@ -71,7 +84,8 @@ class Spawner:
         self.host = host
         self.inside = compiled_inside(host.interpreter, folder)
         self.reachable: dict[Path, Path] = {}
-        self._follower = follower()
+        self._uncored = uncored()
+        self._follower = [*self._uncored, *follower()]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="nsjail-spawner")
         if os.geteuid() == 0:
             for number, source in enumerate(sorted(host.sources())):
@@ -90,7 +104,9 @@ class Spawner:
         """Start one jail (call it in the thread)."""
         pid_fd = _last_pid_fd()
         try:
-            command = self.host.command(profile, log_fd, control_fd, pid_fd, self.inside, self.reachable)
+            command = self.host.command(
+                profile, log_fd, control_fd, pid_fd, self.inside, self.reachable, "soft" if self._uncored else "0"
+            )
             return _popen(
                 [*self._follower, *command], log_fd, (control_fd, log_fd, *((pid_fd,) if pid_fd >= 0 else ()))
             )

@@ -22,7 +22,7 @@ sys.path.insert(0, "/opt/temper")
 
 from temper_program import child
 from temper_protocol import KEEP, REPORT, REQUEST
-from temper_warm import Pids, open_streams, warm_up
+from temper_warm import Pids, bound_the_users_pools, open_streams, warm_up
 from temper_workspace import clean, inodes_used, is_folder, level_spaces
 
 del sys.path[0]
@@ -106,6 +106,7 @@ def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
     if is_folder(LIBRARIES):
         sys.path.append(LIBRARIES)
     open_streams()
+    bound_the_users_pools()
     warm_up(preload)
     posix.umask(0o022)
     sock = _socket.socket(fileno=control_fd)

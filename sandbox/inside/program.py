@@ -17,6 +17,7 @@ from posix import _exit
 from temper_protocol import LOUD, PYTHON, UNCAUGHT
 from temper_workspace import is_folder
 
+SEEDED = (b"random", b"numpy")  # named in some file of a job: seeded before its program begins
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,8 +90,8 @@ def reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def run_python(path: str, arguments: list[str], uncaught: int) -> int:
-    """Run `path` as ``__main__``, as ``python path`` would; returns the exit code."""
+def run_python(path: str, arguments: list[str], uncaught: int, seeded: set[bytes]) -> int:
+    """Run `path` as ``__main__``, as ``python path`` would; returns the exit code. `seeded`: modules to seed beforehand."""
     builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D (i.e. EOF)")
     sys.argv = [path, *arguments]
@@ -102,11 +103,11 @@ def run_python(path: str, arguments: list[str], uncaught: int) -> int:
     try:
         with open(path, "rb") as file:
             source = file.read()
-        if b"random" in source:
+        if b"random" in seeded:
             import random
 
             random.seed(int(posix.environ[b"TEMPER_SEED"]))
-        if b"numpy" in source:
+        if b"numpy" in seeded:
             seed_numpy(int(posix.environ[b"TEMPER_SEED"]))
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:
@@ -166,13 +167,14 @@ def child(request: tuple, fds: list[int], drop: "Callable[[], None] | None") -> 
         posix.closerange(len(apart), 256)
         posix.chdir("/tmp")
         write_files([(text_of(name), content) for name, content in files])
+        seeded = {name for name in SEEDED if any(name in content for _, content in files)}
         del files
         set_seed(seed)
         set_limits(cpu_s, address_bytes, file_bytes, processes, descriptors)
         if kind == PYTHON:
             reset_signals()
             path, *rest = map(text_of, arguments)
-            code = run_python(f"/tmp/{path}", rest, UNCAUGHT if flags & LOUD else 1)
+            code = run_python(path if path[0] == "/" else f"/tmp/{path}", rest, UNCAUGHT if flags & LOUD else 1, seeded)
             finish(code)
         posix.execve(arguments[0], arguments, posix.environ)
     except BaseException as error:

@@ -40,6 +40,7 @@ def execute(source: str, names: dict) -> int:
 
 
 def main() -> None:
+    sys.path[0] = "/tmp"
     names = {"__name__": "__main__"}
     while True:
         (size,) = struct.unpack("<Q", exactly(8))

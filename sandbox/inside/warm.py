@@ -3,12 +3,14 @@
 import _struct as struct
 import gc
 import posix
+import resource
 import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+SIGNALS = 512
 WARM_UP = """
 import sys
 def f(x, *rest, **more):
@@ -38,8 +40,8 @@ def warm_up(preload: list[str]) -> None:
 
 def open_streams() -> None:
     """The standard streams that every program inherits, made once: their descriptors are replaced in each child by ones of
-    the same kinds, a sealed file and two pipes."""
-    posix.dup2(posix.memfd_create("stdin", 0), 0, True)
+    the same kinds, a file and two pipes."""
+    posix.dup2(posix.open(__file__, posix.O_RDONLY), 0, True)
     posix.dup2(posix.pipe()[1], 1, True)
     for name, fd, mode, errors in (
         ("stdin", 0, "r", "surrogateescape"),
@@ -49,6 +51,12 @@ def open_streams() -> None:
         stream = open(fd, mode, 1 if fd == 2 else -1, "utf-8", errors, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def bound_the_users_pools() -> None:
+    """Limits of what the kernel counts for the user who runs the jails: queued signals; and no rise in priority."""
+    resource.setrlimit(resource.RLIMIT_SIGPENDING, (SIGNALS, SIGNALS))
+    resource.setrlimit(resource.RLIMIT_NICE, (0, 0))
 
 
 def capability_dropper() -> "Callable[[], None]":

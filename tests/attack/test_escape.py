@@ -43,6 +43,7 @@ KILLED = {
     "clone_new_net": syscall(56, 0x40000000 | 17, 0, 0, 0, 0),
     "fsopen": syscall(430, b"proc", 0),
     "open_tree": syscall(428, -100, b"/", 1),
+    "open_tree_with_attributes": syscall(467, -100, b"/", 1, 0, 0),
     "move_mount": syscall(429, -100, b"/tmp", -100, b"/usr", 0),
     "mount_setattr": syscall(442, -100, b"/usr", 0, 0, 0),
     "open_by_handle_at": syscall(304, -100, 0, 0),
@@ -214,10 +215,111 @@ def up(what):
         resource.setrlimit(what, (hard, hard + 1))
     except ValueError:
         return 'refused'
-names = ('RLIMIT_CPU', 'RLIMIT_FSIZE', 'RLIMIT_NPROC', 'RLIMIT_NOFILE', 'RLIMIT_CORE', 'RLIMIT_AS', 'RLIMIT_MEMLOCK')
+names = ('RLIMIT_CPU', 'RLIMIT_FSIZE', 'RLIMIT_NPROC', 'RLIMIT_NOFILE', 'RLIMIT_AS', 'RLIMIT_MEMLOCK', 'RLIMIT_SIGPENDING')
 print({up(getattr(resource, name)) for name in names})
 """,
         b"{'refused'}\n",
+    ),
+    "core_files": (
+        CALL
+        + """
+import resource
+resource.setrlimit(resource.RLIMIT_CORE, (1 << 30, 1 << 30)) if resource.getrlimit(resource.RLIMIT_CORE)[1] != 0 else 0
+call(160, 4 + (1 << 32), ctypes.addressof(ctypes.create_string_buffer(bytes(16))))
+if not os.fork(): os.abort()
+_, status = os.wait()
+print(resource.getrlimit(resource.RLIMIT_CORE)[1] <= 1, os.WCOREDUMP(status), os.WTERMSIG(status), os.listdir('/tmp'))
+""",
+        b"True False 6 ['main.py']\n",
+    ),
+    "push_terminal_input_by_a_high_bit": (syscall(16, 0, 0x100005412, b"x"), b"EPERM\n"),
+    "paste_to_the_console": (syscall(16, 0, 0x541C, b"\3"), b"EPERM\n"),
+    "extended_attributes_by_the_new_call": (
+        CALL
+        + """
+import struct
+value = ctypes.create_string_buffer(b'hello')
+arguments = ctypes.create_string_buffer(struct.pack('QII', ctypes.addressof(value), 5, 0))
+print(call(463, -100, b'/tmp', 0, b'user.note', ctypes.addressof(arguments), 16), os.listxattr('/tmp'))
+""",
+        b"ENOTSUP []\n",
+    ),
+    "watch_what_the_host_opens": (
+        CALL
+        + """
+import fcntl
+print(call(253), call(294, 0), call(300, 0, 0))
+for what in (1026, 1026 + (1 << 32), 1024):
+    print(call(72, os.open('/usr/bin', os.O_RDONLY), what, 1))
+""",
+        b"ENOSYS ENOSYS ENOSYS\nEPERM\nEPERM\nEPERM\n",
+    ),
+    "take_the_hosts_asynchronous_io": (syscall(206, 60_000, b"\0" * 8), b"ENOSYS\n"),
+    "memory_in_no_address_space": (syscall(319, b"x", 0), b"ENOSYS\n"),
+    "huge_pages": (syscall(9, 0, 1 << 21, 3, 0x40022, -1, 0), b"ENOMEM\n"),
+    "huge_pages_of_a_size": (syscall(9, 0, 1 << 30, 3, 0x40022 | 30 << 26, -1, 0), b"ENOMEM\n"),
+    "own_a_core_of_the_cpu": (
+        CALL + "print(call(157, 62, 1, 0, 0, 0), call(157, 62 + (1 << 32), 1, 0, 0, 0))",
+        b"EPERM EPERM\n",
+    ),
+    "a_local_descriptor_table": (syscall(154, 0x11, b"\0" * 16, 16), b"ENOSYS\n"),
+    "ask_for_mounts": (CALL + "print(call(457, 0, 0, 0, 0), call(458, 0, 0, 0, 0))", b"ENOSYS ENOSYS\n"),
+    "advise_on_the_inits_memory": (CALL + "print(call(440, os.pidfd_open(1), 0, 0, 21, 0))", b"EPERM\n"),
+    "signal_the_init_by_descriptor": (
+        CALL + "fd = os.pidfd_open(1)\nprint([call(424, fd, n, 0, 0) for n in (9, 15, 19, 2, 64)], os.getppid())",
+        b"[0, 0, 0, 0, 0] 1\n",
+    ),
+    "queue_signals_without_end": (
+        CALL
+        + """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {40})
+info = ctypes.create_string_buffer((40).to_bytes(4, 'little') + bytes(4) + (-1 & 0xFFFFFFFF).to_bytes(4, 'little') + bytes(116))
+n = 0
+while (found := call(129, os.getpid(), 40, ctypes.addressof(info))) == 0 and n < 100_000: n += 1
+print(found, n <= 512)
+""",
+        b"EAGAIN True\n",
+    ),
+    "timers_without_end": (
+        CALL
+        + """
+n, timer = 0, ctypes.create_string_buffer(4)
+while (found := call(222, 1, 0, ctypes.addressof(timer))) == 0 and n < 100_000: n += 1
+print(found, n <= 512)
+""",
+        b"EAGAIN True\n",
+    ),
+    "descriptors_in_flight_without_end": (
+        CALL
+        + """
+import array, socket
+a, b = socket.socketpair(); a.setblocking(False)
+fd, n = os.open('/dev/null', os.O_RDONLY), 0
+def send(): a.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [fd] * 100))])
+while (found := attempt(send)) is None and n < 10_000: n += 1
+print(found in ('ETOOMANYREFS', 'EAGAIN'), n < 300)
+""",
+        b"True True\n",
+    ),
+    "a_terminal_of_its_own": (CALL + "print(attempt(os.openpty))", b"ENOENT\n"),
+    "a_sibling_instead_of_a_child": (
+        CALL
+        + "pid = call(56, 0x8000 | 17, 0, 0, 0, 0)\nif pid == 0: os._exit(0)\nprint(pid > 0, attempt(os.waitpid, pid, 0))",
+        b"True ECHILD\n",
+    ),
+    "deadline_scheduling": (
+        CALL + "import struct\nprint(call(314, 0, struct.pack('IIQiIQQQ', 48, 6, 0, 0, 0, 10**6, 10**7, 10**7), 0))",
+        b"EPERM\n",
+    ),
+    "write_the_shared_devices_locks": (
+        CALL
+        + "import fcntl\nprint(attempt(fcntl.fcntl, os.open('/dev/null', os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_RDLCK))",
+        b"EPERM\n",
+    ),
+    "x32_numbers_of_everything": (
+        CALL + "print({call(0x40000000 + n, 0, 0, 0, 0, 0, 0) for n in range(608)})",
+        b"{'ENOSYS'}\n",
     ),
     "lock_memory": (
         CALL + "print(call(151, 3), call(149, ctypes.addressof(ctypes.create_string_buffer(1 << 20)), 1 << 20))",

@@ -84,9 +84,9 @@ found = [os.path.join(f, n) for top in ('/tmp', '/dev/shm', '/opt/temper', '/etc
 print(sorted(found), os.environ.keys() & {'ANSWER'}, sys.argv)
 """,
         "wrong",
-        b"['/etc/group', '/etc/nsswitch.conf', '/etc/passwd', '/opt/temper/init.pyc', '/opt/temper/temper_program.pyc', "
-        b"'/opt/temper/temper_protocol.pyc', '/opt/temper/temper_warm.pyc', '/opt/temper/temper_workspace.pyc', "
-        b"'/tmp/main.py'] set() ['/tmp/main.py']\n",
+        b"['/etc/group', '/etc/nsswitch.conf', '/etc/passwd', '/opt/temper/init.pyc', '/opt/temper/repl.py', "
+        b"'/opt/temper/shell.sh', '/opt/temper/snapshot.py', '/opt/temper/temper_program.pyc', '/opt/temper/temper_protocol.pyc', "
+        b"'/opt/temper/temper_warm.pyc', '/opt/temper/temper_workspace.pyc', '/tmp/main.py'] set() ['/tmp/main.py']\n",
         tests=SECRET,
     ),
     "search_for_open_descriptors": Attack(

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from temper.broker import events as ev
 from temper.broker.jobs import DEATHS_ALLOWED, JobBook
+from temper.broker.sessions import SESSIONS_OF_A_PEER
 from temper.common.schema import Job, JobDone
 
 
@@ -94,6 +95,98 @@ def test_a_session_stays_on_its_worker_and_ends_with_it() -> None:
     book.assign()
     failed = [a.job_id for a in book.worker_left("w1", "gone") if isinstance(a, ev.FailJob)]
     assert failed == ["s2", "s3"]
+
+
+def test_a_closed_session_is_forgotten() -> None:
+    book = JobBook()
+    book.add_worker("w1", 1)
+    for n in range(1000):
+        book.submit("actor", job(f"open{n}", session=f"s{n}"))
+        book.assign()
+        book.done("w1", JobDone(f"open{n}", "ok"))
+        assert len(book.sessions) == 1
+        book.submit("actor", Job(f"close{n}", 0, "code", f"s{n}", close_session=True))
+        assert started(book.assign()) == [("w1", f"close{n}")]
+        book.done("w1", JobDone(f"close{n}", "ok"))
+        assert len(book.sessions) == 0
+    book.add_worker("w2", 5)
+    book.submit("actor", job("again", session="s1"))
+    assert started(book.assign()) == [("w2", "again")]  # nothing ties it to w1 any more
+
+
+def test_a_session_belongs_to_who_named_it_first() -> None:
+    book = JobBook()
+    book.add_worker("w", 4)
+    book.submit("one", job("a", session="s"))
+    (refusal,) = book.submit("two", job("b", session="s"))
+    assert isinstance(refusal, ev.RefusePeer) and refusal.peer == "two" and "b" not in book.jobs
+    book.assign()
+    assert book.end_session("two", "s") == []
+    assert book.end_session("one", "s") == [ev.CancelJob("w", "a"), ev.DropJob("a"), ev.EndSession("w", "s")]
+    assert book.jobs == {} and len(book.sessions) == 0
+    assert book.end_session("one", "s") == []
+
+
+def test_a_cancelled_step_takes_its_session_along_and_a_waiting_one_does_not() -> None:
+    book = JobBook()
+    book.add_worker("w1", 1)
+    book.submit("actor", job("a", session="s"))
+    book.assign()
+    book.submit("actor", job("b", session="s"))
+    book.cancel("actor", "b")
+    assert book.sessions.worker("s") == "w1"
+    book.cancel("actor", "a")
+    assert len(book.sessions) == 0
+
+
+def test_a_requester_that_leaves_ends_its_sessions_and_only_those() -> None:
+    book = JobBook()
+    book.add_worker("w", 4)
+    for who in ("one", "two"):
+        book.submit(who, job(f"j-{who}", session=f"s-{who}"))
+        book.assign()
+        book.done("w", JobDone(f"j-{who}", "ok"))
+    assert book.requester_left("one") == [ev.EndSession("w", "s-one")]
+    assert book.sessions.worker("s-two") == "w"
+
+
+def test_a_worker_brings_its_sessions_over_a_restart_of_the_broker() -> None:
+    book = JobBook()
+    book.add_worker("w1", 0)
+    book.add_worker("w2", 8)
+    book.adopt("w1", 2, ["a"], ["s", "t"])
+    book.submit("actor", job("a", session="s"))
+    book.submit("actor", job("b", session="t"))
+    assert started(book.assign()) == [("w1", "b")]
+    assert book.submit("thief", job("c", session="t"))[0] == ev.RefusePeer(
+        "thief", "malformed", "session 't' belongs to another peer"
+    )
+    for name in "ab":
+        book.done("w1", JobDone(name, "ok"))
+    assert book.requester_left("actor") == [ev.EndSession("w1", "s"), ev.EndSession("w1", "t")]
+
+
+def test_sessions_that_nobody_closes_are_bounded() -> None:
+    book = JobBook()
+    book.add_worker("w", 1)
+    ended = []
+    for n in range(SESSIONS_OF_A_PEER + 10):
+        actions = book.submit("actor", job(f"j{n}", session=f"s{n}"))
+        ended += [action.name for action in actions if isinstance(action, ev.EndSession)]
+        book.assign()
+        book.done("w", JobDone(f"j{n}", "ok"))
+    assert ended == [f"s{n}" for n in range(10)] and len(book.sessions) == SESSIONS_OF_A_PEER
+
+
+def test_waiting_steps_of_a_dead_workers_session_are_not_run_elsewhere() -> None:
+    book = JobBook()
+    book.add_worker("w1", 1)
+    book.submit("actor", job("a", session="s"))
+    book.assign()
+    book.submit("actor", job("b", session="s"))  # waits, not even looked at yet
+    book.add_worker("w2", 4)
+    failed = [a.job_id for a in book.worker_left("w1", "gone") if isinstance(a, ev.FailJob)]
+    assert failed == ["a", "b"] and started(book.assign()) == [] and len(book.sessions) == 0
 
 
 def test_cancelling_reaches_the_worker_and_frees_its_slot() -> None:
