@@ -12,7 +12,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,9 +163,11 @@ class Host:
         inside: Path,
         reachable: Mapping[Path, Path],
         core: str = "0",
+        below: Mapping[Path, Sequence[Path]] = {},
     ) -> list[str]:
         """nsjail's command line. `control_fd` is the init's socket, `pid_fd` see inside/warm.py, `inside` the compiled init,
-        `reachable` where the jail's uid reaches a path that it cannot walk to, `core` its --rlimit_core."""
+        `reachable` where the jail's uid reaches a path that it cannot walk to, `core` its --rlimit_core, `below` the writable
+        mounts below each source, which are bound read-only as well."""
         binds = {**self.binds, **binds_of(dict(profile.libraries))}
         if self.interpreter.outside_usr:
             binds[str(self.interpreter.prefix)] = str(self.interpreter.prefix)
@@ -176,6 +178,10 @@ class Host:
             command += ["--pass_fd", str(pid_fd), "--cap", "CAP_CHECKPOINT_RESTORE"]
         for source, target in binds.items():
             command += ["-R", f"{reachable.get(Path(source), source)}:{target}"]
+        for source, target in {"/usr": "/usr", **binds}.items():
+            if Path(source) not in reachable:
+                for point in below.get(Path(source), ()):
+                    command += ["-R", f"{point}:{Path(target, point.relative_to(source))}"]
         command += [
             "--",
             str(self.interpreter.binary),

@@ -150,7 +150,9 @@ class Run:
                 self._cell.kill()
             return
         leaf, limits = self._cell.leaf, self._limits
-        used = tree.usage(self._cell.init_pid) if leaf is None or now > self._deadline else None
+        used = None
+        if leaf is None or now > self._deadline:
+            used = tree.usage(self._cell.init_pid, limits.memory_bytes)
         cpu_s = leaf.cpu_s() if leaf is not None else None
         if (used.cpu_s if cpu_s is None and used else cpu_s or 0.0) > limits.cpu_s:
             self._end("cpu")

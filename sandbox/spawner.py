@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from temper.common.errors import EnvironmentFault
+from temper.sandbox import mounts
 from temper.sandbox.jail import INSIDE, Host, Interpreter, Profile, enterable_by_others
 
 CORE_BYTES = 1
@@ -84,6 +85,7 @@ class Spawner:
         self.host = host
         self.inside = compiled_inside(host.interpreter, folder)
         self.reachable: dict[Path, Path] = {}
+        self._below = mounts.writable_below([Path("/usr"), *host.sources()], mounts.here())
         self._uncored = uncored()
         self._follower = [*self._uncored, *follower()]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="nsjail-spawner")
@@ -105,7 +107,14 @@ class Spawner:
         pid_fd = _last_pid_fd()
         try:
             command = self.host.command(
-                profile, log_fd, control_fd, pid_fd, self.inside, self.reachable, "soft" if self._uncored else "0"
+                profile,
+                log_fd,
+                control_fd,
+                pid_fd,
+                self.inside,
+                self.reachable,
+                "soft" if self._uncored else "0",
+                self._below,
             )
             return _popen(
                 [*self._follower, *command], log_fd, (control_fd, log_fd, *((pid_fd,) if pid_fd >= 0 else ()))

@@ -20,7 +20,7 @@ from posix import _exit
 
 sys.path.insert(0, "/opt/temper")
 
-from temper_program import child
+from temper_program import child, prepare
 from temper_protocol import KEEP, REPORT, REQUEST
 from temper_warm import Pids, bound_the_users_pools, open_streams, warm_up
 from temper_workspace import clean, inodes_used, is_folder, level_spaces
@@ -107,6 +107,7 @@ def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
         sys.path.append(LIBRARIES)
     open_streams()
     bound_the_users_pools()
+    prepare()
     warm_up(preload)
     posix.umask(0o022)
     sock = _socket.socket(fileno=control_fd)

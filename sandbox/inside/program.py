@@ -3,20 +3,51 @@
 Nothing of a request but its descriptors exists before the fork: the bundle is read in the child.
 """
 
-import _signal as signal
 import _sitebuiltins
-import _struct as struct
 import atexit
 import builtins
 import fcntl
-import posix
 import resource
 import sys
-from posix import _exit
+
+# By name, not by module: looking an attribute up writes into Python's caches, which costs each child copies of their pages.
+from _signal import SIG_IGN, SIGINT, SIGPIPE, SIGXFSZ, default_int_handler, signal
+from _struct import unpack_from
+from posix import (
+    O_CREAT,
+    O_NOFOLLOW,
+    O_RDONLY,
+    O_TRUNC,
+    O_WRONLY,
+    _exit,
+    chdir,
+    close,
+    closerange,
+    dup2,
+    environ,
+    execve,
+    mkdir,
+    pread,
+    register_at_fork,
+    setsid,
+    write,
+)
+from posix import open as open_fd
 
 from temper_protocol import LOUD, PYTHON, UNCAUGHT
 from temper_workspace import is_folder
 
+CREATE = O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW
+DUPLICATE, F_DUPFD = fcntl.fcntl, fcntl.F_DUPFD
+set_limit = resource.setrlimit
+CPU, ADDRESSES, FILE, PROCESSES, DESCRIPTORS = (
+    resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE
+)  # fmt: skip
+run_exit_functions = atexit._run_exitfuncs
+SYS, MODULES = sys.__dict__, sys.modules
+MAIN = type(sys)("__main__")  # what every program is the content of
+NAMES = MAIN.__dict__
+PRELOADED: "list[object]" = []  # modules that the init has imported, and whose hooks at a fork it left out
 SEEDED = (b"random", b"numpy")  # named in some file of a job: seeded before its program begins
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,7 +57,7 @@ if TYPE_CHECKING:
 def read_all(fd: int) -> bytes:
     """The whole file, whatever its offset: tests of one job share the bundle's descriptor."""
     chunks, at = [], 0
-    while chunk := posix.pread(fd, 1 << 20, at):
+    while chunk := pread(fd, 1 << 20, at):
         chunks.append(chunk)
         at += len(chunk)
     return b"".join(chunks)
@@ -36,7 +67,7 @@ def unpack_bundle(data: bytes) -> tuple[bytes, list[bytes], list[tuple[bytes, by
     """(seed, arguments, [(name, content)]) of a bundle."""
     items, at = [], 0
     while at < len(data):
-        (size,) = struct.unpack_from("<I", data, at)
+        (size,) = unpack_from("<I", data, at)
         items.append(data[at + 4 : at + 4 + size])
         at += 4 + size
     count = int(items[1])
@@ -52,64 +83,65 @@ def make_folders(path: str) -> None:
     parts = path.split("/")
     for n in range(1, len(parts) + 1):
         if not is_folder("/".join(parts[:n])):
-            posix.mkdir("/".join(parts[:n]))
+            mkdir("/".join(parts[:n]))
 
 
 def set_seed(seed: bytes) -> None:
-    posix.environ[b"TEMPER_SEED"] = seed  # what os.environ is made from
-    if os := sys.modules.get("os"):
+    environ[b"TEMPER_SEED"] = seed  # what os.environ is made from
+    if os := MODULES.get("os"):
         os.environb[b"TEMPER_SEED"] = seed
 
 
-def write_files(files: list[tuple[str, bytes]]) -> None:
-    for name, content in files:
-        folder = name.rpartition("/")[0]
-        if folder:
-            make_folders(folder)
-        fd = posix.open(name, posix.O_WRONLY | posix.O_CREAT | posix.O_TRUNC | posix.O_NOFOLLOW, 0o755)
-        view = memoryview(content)
-        while view:
-            view = view[posix.write(fd, view) :]
-        posix.close(fd)
+def write_file(name: str, content: bytes) -> None:
+    folder = name.rpartition("/")[0]
+    if folder:
+        make_folders(folder)
+    fd = open_fd(name, CREATE, 0o755)
+    while content:
+        content = content[write(fd, content) :]
+    close(fd)
 
 
 def set_limits(cpu_s: float, address_bytes: int, file_bytes: int, processes: int, descriptors: int) -> None:
     ceiling = max(1, -int(-cpu_s // 1))
-    resource.setrlimit(resource.RLIMIT_CPU, (ceiling, ceiling + 1))
+    set_limit(CPU, (ceiling, ceiling + 1))
     if address_bytes:
-        resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-    resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+        set_limit(ADDRESSES, (address_bytes, address_bytes))
+    set_limit(FILE, (file_bytes, file_bytes))
+    set_limit(PROCESSES, (processes, processes))
+    set_limit(DESCRIPTORS, (descriptors, descriptors))
 
 
 def reset_signals() -> None:
     """As an interpreter of its own starts."""
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal(SIGPIPE, SIG_IGN)
+    signal(SIGXFSZ, SIG_IGN)
+    signal(SIGINT, default_int_handler)
 
 
-def run_python(path: str, arguments: list[str], uncaught: int, seeded: set[bytes]) -> int:
-    """Run `path` as ``__main__``, as ``python path`` would; returns the exit code. `seeded`: modules to seed beforehand."""
+def prepare() -> None:
+    """Make in the init what every program finds, so that no child need make it."""
     builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D (i.e. EOF)")
-    sys.argv = [path, *arguments]
-    sys.path.insert(0, path.rpartition("/")[0])
-    main = type(sys)("__main__")
-    main.__dict__.update(__file__=path, __builtins__=builtins)
-    sys.modules["__main__"] = main
+    NAMES["__builtins__"] = builtins
+
+
+def run_python(path: str, arguments: list[str], uncaught: int, seed: bytes, named: list[bytes]) -> int:
+    """Run `path` as ``__main__``, as ``python path`` would; returns the exit code. The modules `named` are seeded before."""
+    SYS["argv"] = [path, *arguments]
+    SYS["path"].insert(0, path.rpartition("/")[0])
+    NAMES["__file__"] = path
+    MODULES["__main__"] = MAIN
     code = 0
     try:
-        with open(path, "rb") as file:
-            source = file.read()
-        if b"random" in seeded:
-            import random
-
-            random.seed(int(posix.environ[b"TEMPER_SEED"]))
-        if b"numpy" in seeded:
-            seed_numpy(int(posix.environ[b"TEMPER_SEED"]))
-        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+        fd = open_fd(path, O_RDONLY)
+        source = read_all(fd)
+        close(fd)
+        if b"random" in named:
+            seed_random(int(seed))
+        if b"numpy" in named:
+            seed_numpy(int(seed))
+        exec(compile(source, path, "exec", dont_inherit=True), NAMES)
     except SystemExit as error:
         code = exit_code(error)
     except BaseException as error:
@@ -117,6 +149,15 @@ def run_python(path: str, arguments: list[str], uncaught: int, seeded: set[bytes
         sys.excepthook(type(error), error.with_traceback(trace and trace.tb_next), trace and trace.tb_next)
         code = uncaught
     return code
+
+
+def seed_random(seed: int) -> None:
+    """The hook that seeds each child of a program anew was left out in the init (see warm.py): here is its turn."""
+    import random
+
+    random.seed(seed)
+    if random in PRELOADED:
+        register_at_fork(after_in_child=random._inst.seed)
 
 
 def seed_numpy(seed: int) -> None:
@@ -138,11 +179,15 @@ def exit_code(error: SystemExit) -> int:
 
 def finish(code: int) -> None:
     """The visible part of an interpreter's end: threads, atexit, flush. The memory is the kernel's to free."""
-    if threading := sys.modules.get("threading"):
+    if threading := MODULES.get("threading"):
         threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.modules["__main__"].__dict__.clear()
-    for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
+    run_exit_functions()
+    MODULES["__main__"].__dict__.clear()
+    streams = [SYS.get("stdout"), SYS.get("stderr")]
+    for now, name in ((streams[0], "__stdout__"), (streams[1], "__stderr__")):
+        if SYS.get(name) is not now:
+            streams.append(SYS.get(name))
+    for stream in streams:
         try:
             if stream is not None and not stream.closed:
                 stream.flush()
@@ -156,29 +201,35 @@ def child(request: tuple, fds: list[int], drop: "Callable[[], None] | None") -> 
     kind, flags, cpu_s, address_bytes, file_bytes, processes, descriptors = request
     code = UNCAUGHT
     try:
-        posix.setsid()
+        setsid()
         if drop is not None:
             drop()
         bundle, *streams = fds
         seed, arguments, files = unpack_bundle(read_all(bundle))
-        apart = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in streams]
+        apart = [DUPLICATE(fd, F_DUPFD, 64) for fd in streams]
         for number, fd in enumerate(apart):
-            posix.dup2(fd, number, True)
-        posix.closerange(len(apart), 256)
-        posix.chdir("/tmp")
-        write_files([(text_of(name), content) for name, content in files])
-        seeded = {name for name in SEEDED if any(name in content for _, content in files)}
-        del files
+            dup2(fd, number, True)
+        closerange(len(apart), 256)
+        chdir("/tmp")
+        named, content = [], b""
+        for name, content in files:
+            write_file(text_of(name), content)
+            for module in SEEDED:
+                if module in content:
+                    named.append(module)
+        del files, content
         set_seed(seed)
         set_limits(cpu_s, address_bytes, file_bytes, processes, descriptors)
         if kind == PYTHON:
             reset_signals()
             path, *rest = map(text_of, arguments)
-            code = run_python(path if path[0] == "/" else f"/tmp/{path}", rest, UNCAUGHT if flags & LOUD else 1, seeded)
+            if path[0] != "/":
+                path = f"/tmp/{path}"
+            code = run_python(path, rest, UNCAUGHT if flags & LOUD else 1, seed, named)
             finish(code)
-        posix.execve(arguments[0], arguments, posix.environ)
+        execve(arguments[0], arguments, environ)
     except BaseException as error:
-        posix.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
+        write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
         code = 126 if isinstance(error, OSError) else 1
     finally:
         _exit(code)

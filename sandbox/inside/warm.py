@@ -1,10 +1,13 @@
 """What an init does once, so that its forks need not: streams, first uses, process ids."""
 
 import _struct as struct
+import fcntl
 import gc
 import posix
 import resource
 import sys
+
+from temper_program import PRELOADED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,13 +32,41 @@ except ZeroDivisionError as error:
 
 def warm_up(preload: list[str]) -> None:
     """Do once what every program would have to do first: a fork then costs a third in copied pages."""
+    if "random" in preload:
+        import_random()
     for name in preload:
         __import__(name)
+    first_uses()
     with open("/dev/null", "w", encoding="utf-8", errors="surrogateescape") as null:
         exec(compile(WARM_UP, "<warm up>", "exec", dont_inherit=True), {"null": null})
     if preload:
         gc.collect()  # costs a jail that runs one program more than it saves
     gc.freeze()
+
+
+def import_random() -> None:
+    """Import `random` without its hook, which would seed it anew in every child, for milliseconds in all and by chance."""
+    import os
+
+    hook, os.register_at_fork = os.register_at_fork, lambda **_: None
+    try:
+        import random
+    finally:
+        os.register_at_fork = hook
+    random.seed(0)
+    PRELOADED.append(random)
+
+
+def first_uses() -> None:
+    """Call what each child calls first: the linker then looks it up here, once."""
+    posix.pread(0, 1, 0)
+    posix.closerange(250, 251)
+    posix.chdir("/")
+    posix.close(fcntl.fcntl(0, fcntl.F_DUPFD, 64))
+    try:  # noqa: SIM105
+        posix.setsid()
+    except PermissionError:
+        pass  # it leads a session already
 
 
 def open_streams() -> None:

@@ -59,6 +59,33 @@ ATTACKS = {
         None,
         language="c",
     ),
+    "memory_bomb_shared_by_many": Attack(
+        "import ctypes, mmap, os, time\nctypes.CDLL(None).prctl(4, 0)\nfor _ in range(10):\n    if not os.fork():\n"
+        "        m = mmap.mmap(-1, 40 << 20)\n        for _ in range(40): m.write(bytes(1 << 20))\n        time.sleep(30)\n"
+        "time.sleep(30)",
+        "memory",
+    ),
+    "memory_that_many_share_counts_once": Attack(
+        "import mmap, os, time\nm = mmap.mmap(-1, 60 << 20)\nfor _ in range(60): m.write(b'x' * (1 << 20))\nm.seek(0)\n"
+        "for _ in range(6):\n    if not os.fork():\n        for i in range(0, 60 << 20, 4096): m[i]\n        time.sleep(0.3)\n"
+        "        os._exit(0)\nfor _ in range(6): os.wait()\nprint('fine')",
+        "ok",
+        b"fine\n",
+        limits={"cpu_s": 2.0},
+    ),
+    "memory_in_sockets": Attack(
+        "import os, resource, socket\nkept = []\ntry:\n    while True:\n        kept += socket.socketpair()\n"
+        "        kept[-1].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30); kept[-1].setblocking(False)\n"
+        "        try:\n            while True: kept[-1].send(bytes(65536))\n        except BlockingIOError: pass\n"
+        "except (OSError, MemoryError): print(len(kept) <= 256)",
+        None,
+    ),
+    "memory_in_the_writable_folders": Attack(
+        "kept = []\nfor folder in ('/tmp', '/dev/shm'):\n    try:\n       "
+        " for i in range(99): open(f'{folder}/{i}', 'wb').write(b'x' * (1 << 20))\n"
+        "    except OSError as error: print(error.errno, i)\nwhile True: kept.append(bytearray(1 << 20))",
+        "memory",
+    ),
     # files
     "disk_bomb": Attack(
         "n = 0\nfile = open('x', 'wb')\ntry:\n    while True: n += file.write(bytes(1 << 20))\n"
@@ -110,6 +137,31 @@ ATTACKS = {
         "import os\nn = 0\ntry:\n    while True: os.mkdir('d'); os.chdir('d'); n += 1\nexcept OSError as error: print(error.errno)",
         "ok",
         b"28\n",
+    ),
+    "files_of_every_name": Attack(
+        "import os\nfor name in (b'-rf', b'--', b'a\\nb', b'\\xff\\xfe', b' ', b'*', b'$(id)', b'.1.3', b'x' * 255, b'\\x1b[m'):\n"
+        "    open(name, 'w').close(); os.mkdir(name[:200] + b'.d'); open(name[:200] + b'.d/' + name, 'w').close()\n"
+        "print(len(os.listdir('.')))",
+        "ok",
+        b"21\n",
+    ),
+    "names_that_the_sweep_would_use": Attack(
+        "import os\nfor n in range(1, 40):\n    for pid in range(1, 9):\n"
+        "        os.makedirs(f'.{n}.{pid}/x/y') if n % 2 else open(f'.{n}.{pid}', 'w').close()\nprint('laid')",
+        "ok",
+        b"laid\n",
+    ),
+    "hard_links_without_end": Attack(
+        "import os\nopen('a', 'w').close()\nn = 0\ntry:\n    while True: os.link('a', f'l{n}'); n += 1\n"
+        "except OSError as error: print(error.errno, n < 4096)",
+        "ok",
+        b"28 True\n",
+    ),
+    "sparse_files_without_end": Attack(
+        "n = 0\ntry:\n    while True: open(f's{n}', 'wb').truncate(60 << 20); n += 1"
+        "\nexcept OSError as error: print(error.errno, n < 4096)",
+        "ok",
+        b"28 True\n",
     ),
     "symlink_maze": Attack(
         "import os\nos.symlink('loop', 'loop')\nfor i in range(900): os.symlink('../tmp/' * 20, f'l{i}')\n"
@@ -178,6 +230,12 @@ def test_a_flood_after_the_end_never_passes_the_limit(batch: Batch) -> None:
     verdict = batch.verdicts["a_daemon_that_floods_later"]
     assert verdict.outcome in ("ok", "output"), verdict
     assert len(verdict.stdout) <= 65536
+
+
+def test_memory_in_sockets_is_memory_too_or_bounded_by_descriptors(batch: Batch) -> None:
+    verdict = batch.verdicts["memory_in_sockets"]
+    assert (verdict.outcome, verdict.stdout) in (("memory", b""), ("ok", b"True\n"), ("timeout", b"")), verdict
+    assert (verdict.peak_bytes or 0) <= 128 << 20
 
 
 def test_a_refused_allocation_in_c_is_memory_or_its_own_abort(batch: Batch) -> None:

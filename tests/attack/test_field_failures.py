@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -87,6 +88,40 @@ def test_the_workers_memory_does_not_leak_into_a_programs_peak() -> None:
         assert verdict.peak_bytes is not None and verdict.peak_bytes < 64 << 20, (mode, verdict)
     (verdict,) = run(job("x = bytearray(100 << 20); x[::4096] = b'x' * 25600"))
     assert 100 << 20 <= (verdict.peak_bytes or 0) < 160 << 20, verdict
+
+
+BELOW = """
+import asyncio, ctypes, dataclasses, sys
+from pathlib import Path
+from temper.common.schema import SandboxJob
+from temper.sandbox.jail import Host
+from temper.sandbox.worker import Worker
+data = Path(sys.argv[1], 'data')
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.unshare(0x00020000) == 0 and libc.mount(b'none', b'/', None, 0x44000, None) == 0
+for name in ('disk', 'other disk'):
+    (data / name).mkdir(parents=True)
+    assert libc.mount(b'none', bytes(data / name), b'tmpfs', 0, b'mode=777') == 0
+    (data / name / 'file').write_text('there')
+    (data / name / 'file').chmod(0o666)
+source = "import errno\\nfor name in ('disk', 'other disk'):\\n    try: open(f'/data/{name}/file', 'w')\\n" \\
+    "    except OSError as error: print(errno.errorcode[error.errno], open(f'/data/{name}/file').read())"
+async def main():
+    host = dataclasses.replace(Host.here(), binds={str(data): '/data'})
+    async with Worker(host, 1) as worker:
+        print(await worker.execute(SandboxJob('j', 'python', {'main.py': source.encode()}, [])))
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs mounts of its own")
+def test_a_mount_below_a_read_only_bind_is_read_only_too() -> None:
+    """Read-only binds are not recursive: a disk mounted below one used to stay writable."""
+    with tempfile.TemporaryDirectory(prefix="temper-below-") as folder:
+        Path(folder).chmod(0o755)
+        command = [sys.executable, "-P", "-c", BELOW, folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and r"b'EROFS there\nEROFS there\n'" in done.stdout, done
 
 
 WORKER = """

@@ -53,6 +53,108 @@ except OSError: pass
 """
 
 
+FEEL = """
+import asyncio, atexit, builtins, ctypes, decimal, fcntl, gc, io, json, locale, os, random, resource, signal, sys, threading, time
+import traceback, warnings
+libc = ctypes.CDLL(None, use_errno=True)
+names = [n for n in dir(resource) if n.startswith('RLIMIT_')]
+print({n: resource.getrlimit(getattr(resource, n)) for n in names})
+print(signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.sigpending(), signal.getitimer(0), signal.alarm(0))
+print([signal.getsignal(n) for n in range(1, 65) if n not in (32, 33)])
+print(os.sched_getaffinity(0), os.sched_getscheduler(0), os.nice(0), os.umask(0o77), os.getcwd(), os.getsid(0), os.getpgrp())
+print(sys.getrecursionlimit(), sys.getswitchinterval(), sys.gettrace(), sys.getprofile(), sys.meta_path, sys.path_hooks, sys.path)
+print(gc.isenabled(), gc.get_threshold(), warnings.filters, decimal.getcontext(), locale.setlocale(0), threading.enumerate())
+print(random.random(), random.getstate()[1][:3], sys.stdout.encoding, sys.stdin.errors, sys.excepthook, sys.displayhook)
+print(1 + 1, len('ab'), sorted([2, 1]), json.dumps([1]), len(().__class__.__base__.__subclasses__()), builtins.print)
+print(os.WIFEXITED(0), io.open is open, time.sleep(0), asyncio.get_event_loop_policy().__class__)
+name = ctypes.create_string_buffer(16); libc.prctl(16, name); dead = ctypes.c_int(); libc.prctl(2, ctypes.byref(dead))
+sub = ctypes.c_int(); libc.prctl(37, ctypes.byref(sub)); print(name.value, dead.value, sub.value, libc.prctl(3), libc.prctl(30))
+def lock(path):
+    try: fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB); return 'free'
+    except OSError as error: return error.errno
+print(lock('/opt/temper/init.pyc'), lock('/usr/bin/env'), lock('/tmp'), lock('/dev/shm'), os.listxattr('/tmp'))
+print(open(0, closefd=False).read(), sorted(os.listdir('/tmp')), os.listdir('/dev/shm'), len(sys.modules))
+"""
+
+POLLUTE = """
+import asyncio, atexit, builtins, ctypes, decimal, fcntl, gc, io, json, locale, mmap, os, random, resource, signal, sys, threading
+import time, warnings
+libc = ctypes.CDLL(None, use_errno=True)
+held = [os.open(p, os.O_RDONLY) for p in ('/opt/temper/init.pyc', '/usr/bin/env', '/tmp', '/dev/shm')]
+for fd in held: fcntl.flock(fd, fcntl.LOCK_EX)
+for _ in range(4):
+    if not os.fork():
+        os.setsid(); signal.pthread_sigmask(signal.SIG_SETMASK, range(1, 65))
+        while True: time.sleep(1)
+for n in range(3): threading.Thread(target=time.sleep, args=(99,), daemon=True).start()
+for n in range(1, 65):
+    try: signal.signal(n, lambda *a: None)
+    except (OSError, ValueError): pass
+signal.setitimer(0, 1000); signal.alarm(1000); signal.pthread_sigmask(signal.SIG_SETMASK, range(1, 65))
+os.nice(3); os.sched_setaffinity(0, {0}); os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)); os.umask(0); os.chdir('/usr')
+libc.prctl(15, b'evil'); libc.prctl(1, 9); libc.prctl(36, 1); libc.prctl(4, 0); libc.prctl(29, 50_000_000)
+sys.setrecursionlimit(77); gc.disable(); gc.set_threshold(1); warnings.simplefilter('error'); random.seed(5)
+decimal.getcontext().prec = 3; sys.meta_path.clear(); sys.path_hooks.clear(); sys.path[:] = ['/tmp']; sys.settrace(lambda *a: None)
+sys.addaudithook(lambda *a: None); sys.excepthook = sys.displayhook = builtins.input = None; gc.unfreeze()
+for module in list(sys.modules.values()):
+    for key, value in list(vars(module).items()) if module is not sys and module is not builtins else ():
+        if callable(value) and not key.startswith('__') and not isinstance(value, type):
+            try: setattr(module, key, lambda *a, **k: 666)
+            except Exception: pass
+frame = sys._getframe()
+while frame: frame.f_globals.clear() if frame.f_back else None; frame = frame.f_back
+"""
+POKE = """
+import ctypes, mmap
+for number in (0, 1, 2, 3): ctypes.memset(id(number) + 24, 7, 4)
+libc = ctypes.CDLL(None); page = ctypes.cast(libc.getpid, ctypes.c_void_p).value & ~4095
+libc.mprotect(ctypes.c_void_p(page), 4096, 7); ctypes.memset(page, 0xC3, 4096)
+"""
+BOUND = """
+import resource
+for name in dir(resource):
+    if name.startswith('RLIMIT_') and name not in ('RLIMIT_AS', 'RLIMIT_DATA', 'RLIMIT_STACK'):
+        try: resource.setrlimit(getattr(resource, name), (3, 3))
+        except (OSError, ValueError): pass
+print('bound')
+"""
+
+
+def test_no_program_pollutes_what_the_next_one_is_a_fork_of(jails):
+    sources = [FEEL, POLLUTE, FEEL, POKE, FEEL, BOUND, FEEL]
+    clean, _, after, _, later, bound, last = jails.run(*map(jails.job, sources), slots=1)
+    assert clean.outcome == "ok" and len(clean.stdout.splitlines()) > 10, clean
+    assert bound.stdout == b"bound\n", bound
+    for found in (after, later, last):
+        assert found.stdout.decode().splitlines() == clean.stdout.decode().splitlines()
+
+
+MEET = """
+import os, socket, time
+server = socket.socket(socket.AF_UNIX)
+server.bind('\\0meeting'); server.listen(); server.settimeout(1.0)
+open('/dev/shm/meeting', 'w').write('x'); open('/tmp/meeting', 'w').write('x')
+print('there', flush=True)
+try: server.accept(); print('met')
+except TimeoutError: print('alone')
+"""
+CALL_OUT = """
+import os, socket, time
+end, found = time.monotonic() + 0.7, set()
+while time.monotonic() < end:
+    try: socket.socket(socket.AF_UNIX).connect('\\0meeting'); found.add('met')
+    except OSError as error: found.add(error.errno)
+    time.sleep(0.01)
+print(found, os.listdir('/dev/shm'), os.path.exists('/tmp/meeting'))
+"""
+
+
+def test_programs_that_run_at_once_do_not_meet(jails):
+    there, caller = jails.run(jails.job(MEET), jails.job(CALL_OUT))
+    assert there.stdout == b"there\nalone\n", there
+    assert caller.stdout == b"{111} [] False\n", caller
+
+
 def test_the_next_program_sees_a_fresh_world(jails):
     alone, _, after, _, later = jails.run(
         jails.job(LOOK), jails.job(LEAVE), jails.job(LOOK), jails.job("raise SystemExit(3)"), jails.job(LOOK), slots=1

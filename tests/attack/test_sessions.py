@@ -130,6 +130,54 @@ def test_the_workspace_comes_back_without_links_and_within_its_bounds() -> None:
     story(tell)
 
 
+def test_no_workspace_is_too_hostile_for_its_snapshot() -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        verdict = await turn(
+            "import os\nfor name in ('stat.py', 'struct.py', 'os.py', 'sys.py'): open(name, 'w').write('raise SystemExit(9)')",
+            "os.symlink('.', 'loop'); os.symlink('loop2', 'loop2'); os.mkfifo('temper_snapshot.py'); os.mkdir('main.py')",
+            "for name in (b'-rf', b'new\\nline', b'\\xff'): open(name, 'wb').write(name)",
+            "open('big', 'wb').truncate(60 << 20); open('sparse', 'wb').truncate(1 << 20); open('last', 'w').write('z')",
+            "for i in range(2500): os.mkdir('d'); os.chdir('d')",
+            "os.chdir('/tmp')\ntry:\n    for i in range(9999): open(f'{i}', 'w').close()"
+            "\nexcept OSError as error: print(error.errno)",
+            "file = open('big', 'r+b')\ntry:\n    while True: n = file.write(bytes(1 << 20))"
+            "\nexcept OSError as error: print(error.errno)",
+            close=True,
+        )
+        assert [test.stdout for test in verdict.tests[-2:]] == [b"28\n", b"28\n"], verdict
+        files = verdict.files
+        assert (
+            files["last"] == b"z"
+            and files["-rf"] == b"-rf"
+            and files["new\nline"] == b"new\nline"
+            and files["\\xff"] == b"\xff"
+        )
+        assert files["sparse"] == bytes(1 << 20) and "big" not in files and files["stat.py"] == b"raise SystemExit(9)"
+        assert not {"loop", "loop2", "temper_snapshot.py"} & files.keys() and len(files) > 1000
+
+    story(tell, limits=Limits(wall_s=10.0, cpu_s=5.0, memory_bytes=256 << 20))
+
+
+def test_a_session_imports_from_its_own_workspace() -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        await turn("open('mine.py', 'w').write('x = 7')")
+        assert (await turn("import mine; mine.x")).stdout == b"7\n"
+        assert (await turn("import os; os.listdir('/tmp')", name="other")).stdout == b"[]\n"
+
+    story(tell)
+
+
+def test_a_later_step_does_not_open_an_empty_session() -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        verdict = await turn("1", resume=True)
+        assert verdict.outcome == "infra" and "not there any more" in verdict.detail, verdict
+        assert len(worker.sessions) == 0
+        await turn("x = 1")
+        assert (await turn("x", resume=True)).stdout == b"1\n"
+
+    story(tell)
+
+
 def test_a_deadline_and_a_cancel_sweep_the_session() -> None:
     async def tell(worker: Worker, turn: Turn) -> None:
         await turn("x = 1", session_s=0.3)
