@@ -149,6 +149,7 @@ class Leaf:
         self.version = version
         self._folders = folders
         self._limits: dict[tuple[str, str], int] = {}
+        self._open: dict[tuple[str, str], int] = {}  # files that are read for every program stay open
         self._oom_before = 0
         self._cpu_before = 0.0
 
@@ -173,40 +174,57 @@ class Leaf:
             names = ["memory.memsw.limit_in_bytes", "memory.limit_in_bytes"]
             for name in names if memory_bytes > before else reversed(names):  # memsw may never be below the limit
                 self._set("memory", name, memory_bytes)
-            self._write("memory", "memory.max_usage_in_bytes", "0")
+            self._reset("memory", "memory.max_usage_in_bytes")
         else:
             self._set("memory", "memory.max", memory_bytes)
             self._set("memory", "memory.swap.max", 0)
-            self._write("memory", "memory.peak", "0")  # resettable since Linux 6.12
+            self._reset("memory", "memory.peak")
         self._set("pids", "pids.max", pids)
         self._oom_before = self._oom_total()
         self._cpu_before = self._cpu_total()
 
-    def _write(self, controller: str, name: str, value: str) -> None:
-        if controller in self._folders:
-            with contextlib.suppress(OSError):
-                (self._folders[controller] / name).write_text(value)
+    def _read(self, controller: str, name: str) -> bytes:
+        """The file's content now; b"" where there is none."""
+        try:
+            return os.pread(self._descriptor(controller, name), 4096, 0)
+        except (KeyError, OSError):
+            return b""
+
+    def _reset(self, controller: str, name: str) -> None:
+        """Start an account anew. Version 2 does so for the very descriptor that is written to, and only since Linux 6.12."""
+        with contextlib.suppress(KeyError, OSError):
+            os.pwrite(self._descriptor(controller, name), b"0\n", 0)
+
+    def _descriptor(self, controller: str, name: str) -> int:
+        fd = self._open.get((controller, name))
+        if fd is None:
+            path = self._folders[controller] / name
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except OSError:  # the kernel refuses to open for writing what nobody writes
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._open[controller, name] = fd
+        return fd
 
     def _number(self, controller: str, name: str) -> int | None:
         try:
-            return int((self._folders[controller] / name).read_text())
-        except (KeyError, OSError, ValueError):
+            return int(self._read(controller, name))
+        except ValueError:
             return None
 
-    def _field(self, controller: str, file: str, name: str) -> int:
-        with contextlib.suppress(KeyError, OSError, ValueError):
-            for line in (self._folders[controller] / file).read_text().splitlines():
-                if line.startswith(name + " "):
-                    return int(line.split()[1])
+    def _field(self, controller: str, file: str, name: bytes) -> int:
+        for line in self._read(controller, file).splitlines():
+            if line.startswith(name + b" "):
+                return int(line.split()[1])
         return 0
 
     def _oom_total(self) -> int:
-        return self._field("memory", "memory.oom_control" if self.version == 1 else "memory.events", "oom_kill")
+        return self._field("memory", "memory.oom_control" if self.version == 1 else "memory.events", b"oom_kill")
 
     def _cpu_total(self) -> float:
         if self.version == 1:
             return (self._number("cpu", "cpuacct.usage") or 0) / 1e9
-        return self._field("cpu", "cpu.stat", "usage_usec") / 1e6
+        return self._field("cpu", "cpu.stat", b"usage_usec") / 1e6
 
     def oom_kills(self) -> int:
         """Processes the kernel killed for memory since `arm`."""
@@ -227,6 +245,8 @@ class Leaf:
 
     def remove(self, timeout_s: float = 2.0) -> bool:
         """Remove the leaf, killing what is left in it. False if the kernel would not let go in time."""
+        while self._open:
+            os.close(self._open.popitem()[1])
         return all([_remove(folder, timeout_s) for folder in set(self._folders.values())])
 
 
