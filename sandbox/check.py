@@ -23,7 +23,7 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         "--cap-add SYS_ADMIN`",
     ),
     (
-        "MS_REC|MS_PRIVATE",
+        "MS_REC|MS_PRIVATE): Permission denied",
         "AppArmor forbids mounts in user namespaces (Ubuntu 23.10 and later): set "
         "`sysctl kernel.apparmor_restrict_unprivileged_userns=0` or add an AppArmor profile for nsjail",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def writable_below(sources: Iterable[Path], table: str) -> dict[Path, list[Path]
 
 def _entry(line: str) -> tuple[Path, list[str]]:
     _, _, _, _, point, options, *_ = line.split(" ")
-    return Path(point.encode().decode("unicode_escape")), options.split(",")  # a blank is \040
+    return Path(re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), point)), options.split(",")  # a blank is \040
 
 
 def here() -> str:
