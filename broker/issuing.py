@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 from temper.broker import pacing
 from temper.broker.events import Action, SendLease
 from temper.broker.leases import LeaseRecord
@@ -39,11 +41,33 @@ class Issuing:
         if run.leases.waiting[lane]:
             self._send_waiting(lane, "actor", now, actions)
         room = self._room(lane, run.phase)
-        while room > 0 and (shares := run.shares()) and (taker := self._taker("actor", None)) is not None:
-            record = self.create(lane, run.schedule.next(lane, shares), run.phase.samples_per_group)
-            self._send(record, taker, now, actions)
-            room -= 1
+        if room > 0 and (shares := run.shares()):
+            self._begin_new(lane, run.phase, shares, room, now, actions)
         return actions
+
+    def _begin_new(
+        self,
+        lane: Lane,
+        phase: schema.Phase,
+        shares: dict[str, tuple[int, float]],
+        room: int,
+        now: float,
+        actions: list[Action],
+    ) -> None:
+        """New leases, each to the actor with the most free slots (of those the one that came first), as far as any has some."""
+        held = self.run.leases.held
+        free = [
+            (len(held.get(peer.peer, ())) - peer.slots, peer.joined, peer)
+            for peer in self.run.peers.values()
+            if peer.role == "actor" and not peer.draining and not peer.returning
+        ]
+        heapq.heapify(free)
+        while room > 0 and free and free[0][0] < 0:
+            excess, joined, taker = free[0]
+            record = self.create(lane, self.run.schedule.next(lane, shares), phase.samples_per_group)
+            self._send(record, taker, now, actions)
+            heapq.heapreplace(free, (excess + 1, joined, taker))
+            room -= 1
 
     def _room(self, lane: Lane, phase: schema.Phase) -> int:
         run = self.run
@@ -66,8 +90,9 @@ class Issuing:
                 return
             self._send(record, taker, now, actions)
 
-    def _taker(self, role: str, record: LeaseRecord | None) -> PeerRecord | None:
-        """The peer with the most free slots; not the one that just failed this lease, if another is free."""
+    def _taker(self, role: str, record: LeaseRecord) -> PeerRecord | None:
+        """Who gets a lease that came back: the peer with the most free slots; not the one that just failed it, if another is
+        free."""
         best, best_key = None, (False, 0, 0)
         for peer in self.run.peers.values():
             if peer.role != role or peer.draining or peer.returning:
@@ -76,11 +101,11 @@ class Issuing:
             free = peer.slots - len(held)
             if free <= 0:
                 continue
-            if record is not None and record.pinned_version is not None:
+            if record.pinned_version is not None:
                 pins = {self.run.leases.leases[lease_id].pinned_version for lease_id in held}
                 if pins - {record.pinned_version}:
                     continue  # an evaluator holds one version at a time
-            key = (record is None or record.last_peer != peer.peer, free, -peer.joined)
+            key = (record.last_peer != peer.peer, free, -peer.joined)
             if best is None or key > best_key:
                 best, best_key = peer, key
         return best

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from temper.broker import events as ev
 from temper.broker.core import BrokerCore
 from temper.common import schema
@@ -317,3 +319,42 @@ def test_a_resume_gives_a_paused_domain_another_chance() -> None:
     phase = schema.Phase("train", {"a": (0, 1.0)}, 2, 2)
     assert len(leases(desk.say(phase, "heir"))) == 2
     assert desk.core.paused == {}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_samples_taken_together_fare_as_one_after_another(data: st.DataObject) -> None:
+    """Repeats, wrong indices, abandoned attempts and strangers among them."""
+    desks = [Desk(max_staleness=2), Desk(max_staleness=2)]
+    for desk in desks:
+        desk.actor(slots=4)
+        desk.ready()
+        desk.phase()
+        desk.say(schema.Demand("train", 3))
+    for _ in range(data.draw(st.integers(1, 4))):
+        known = sorted(desks[0].core.leases.leases)
+        draws = data.draw(
+            st.lists(
+                st.tuples(
+                    st.sampled_from(known),
+                    st.integers(1, 2),
+                    st.lists(st.integers(-1, 2), min_size=1, max_size=2),
+                    st.sampled_from(["actor", "stranger"]),
+                ),
+                max_size=8,
+            )
+        )
+        arrivals = [
+            ev.SamplesArrived(
+                peer, lease, attempt, [schema.SampleMeta(i, "stop", 1.0, i == 0, {}, "ok", []) for i in indices], 10
+            )
+            for lease, attempt, indices, peer in draws
+        ]
+        verdicts = [desks[0].tell(arrival)[0] for arrival in arrivals]
+        together = desks[1].tell(ev.SamplesBatch(arrivals))
+        assert together[: len(arrivals)] == verdicts
+        first, second = (desk.core.save() for desk in desks)
+        assert first == second
+        for book in ("leases", "groups"):
+            one, other = (getattr(getattr(desk.core, book), book) for desk in desks)
+            assert one == other
