@@ -20,7 +20,9 @@ def writable_below(sources: Iterable[Path], table: str) -> dict[Path, list[Path]
 
 def _entry(line: str) -> tuple[Path, list[str]]:
     _, _, _, _, point, options, *_ = line.split(" ")
-    return Path(re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), point)), options.split(",")  # a blank is \040
+    return Path(re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), point)), options.split(
+        ","
+    )  # a blank is \040
 
 
 def here() -> str:

@@ -21,7 +21,7 @@ def soak_module() -> ModuleType:
 
 @pytest.mark.system
 def test_a_dozen_kills_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
-    row = asyncio.run(soak_module().soak(tmp_path, kills=12, seed=3, least_groups=2))
+    row = asyncio.run(soak_module().soak(tmp_path, kills=12, seed=3))
     assert row["faults"] == []
     assert row["kills"] == 12
     assert row["kills_broker"] >= 1
