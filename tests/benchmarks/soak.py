@@ -222,7 +222,7 @@ class Learner:
 # ---------------------------------------------------------------- the soak
 
 
-BROKER_SHARE = 0.2  # of the rounds: it takes longest to come back
+BROKER_EVERY = 5  # rounds: it takes longest to come back
 NAMES = ("broker", "actor-1", "actor-2", "actor-3", "worker-1", "worker-2")
 
 
@@ -333,7 +333,7 @@ async def soak(folder: Path, kills: int, seed: int, least_groups: int = 2, minut
                 async with asyncio.timeout(1.0):
                     await learner.groups(dice.randint(least_groups, 2 * least_groups))
             victims = dice.sample(NAMES[1:], dice.choice((1, 2, 3, 4)))
-            if dice.random() < BROKER_SHARE:
+            if rounds % BROKER_EVERY == 1:
                 victims[0] = "broker"
             victims = victims[: kills - sum(killed.values())]
             learner.faults += [f"{name} ended by itself" for name in cast.dead()]
