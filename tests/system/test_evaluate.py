@@ -54,13 +54,13 @@ floor = true
 options = { length = 1, eval_share = 0.5 }
 eval_tasks = 5
 """
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 
 def temper(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
     return subprocess.run(
-        [*TEMPER, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=250, check=False
+        [*TEMPER, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
 
 
