@@ -95,6 +95,7 @@ class ActorDaemon(PeerDaemon):
         engine = self._engine = await make_engine(recipe, files, self._host.sglang)
         grader = self._grader = SandboxGrader(self.peer, recipe.sandbox)
         threads = self._threads = DomainThreads()
+        self._client.threads = recipe.daemons.threads_per_process
         self._versions = Versions(self._client, engine, self._on_commit)
         self.spawn(threads.watch(), "domain watch")
         for name in by_name(recipe):

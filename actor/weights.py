@@ -78,7 +78,7 @@ class WeightClient:
         self.fetched_nbytes = 0
         self.on_new_version: Callable[[Version], None] | None = None
         self._peer = peer
-        self._threads = threads
+        self.threads = threads
         self._idle_s = idle_s
         self._weights: Weights | None = None
         self._lock = asyncio.Lock()
@@ -184,7 +184,7 @@ class WeightClient:
             base = None
 
         def work() -> StagedUpdate:
-            update = delta.stage(frames, base, threads=self._threads)
+            update = delta.stage(frames, base, threads=self.threads)
             if update.version != chain.entries[-1].version:
                 raise DeltaError("gap", f"the chain leads to {update.version}, not to {chain.entries[-1].version}")
             return update

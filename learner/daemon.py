@@ -239,6 +239,7 @@ class LearnerDaemon(PeerDaemon):
         loaded = await self.off_loop(models.load, recipe.model, recipe.run.seed, self.cache_dir)
         self._session = await self.off_loop(Session, loaded.model, recipe)
         resumed = await self.off_loop(self._restore) if self._resume else None
+        self.publisher.threads = threads
         self.spawn(self.publisher.run(), "publisher")
         await self.peer.send(*bundle_of(loaded.name, loaded.bundle_files))
         await self._publish(keep=True)

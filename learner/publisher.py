@@ -77,7 +77,7 @@ class _Entry:
 
 
 class Publisher:
-    """See the module. Called on the learner's event loop; large models are encoded in a thread."""
+    """See the module. Called on the learner's event loop; large models are encoded in a thread, or in several (`threads`)."""
 
     def __init__(
         self, peer: Link, lineage: int, *, threads: int = 1, stored_timeout_s: float = STORED_TIMEOUT_S
@@ -86,7 +86,7 @@ class Publisher:
         self.stored: Version | None = None
         self.on_published: Callable[[Published], None] | None = None
         self._peer = peer
-        self._threads = threads
+        self.threads = threads
         self._timeout_s = stored_timeout_s
         self._base: Weights | None = None
         self._waiting: deque[_Waiting] = deque()
@@ -156,15 +156,20 @@ class Publisher:
         new = seal(waiting.ordinal, self.lineage, waiting.tensors, base)
         full, tally = new.nbytes, delta.Tally()
         if base is not None:
-            chunks = list(delta.encode(base, new, threads=self._threads, tally=tally))
-            if tally.nbytes < SNAPSHOT_FROM_SHARE * full:
+            chunks: list[bytes] = []
+            for chunk in delta.encode(base, new, threads=self.threads, tally=tally):
+                if tally.nbytes < SNAPSHOT_FROM_SHARE * full:
+                    chunks.append(chunk)
+                else:
+                    chunks.clear()
+            if chunks:
                 manifest = Manifest(
                     new.version, base.version, len(chunks), tally.nbytes, full, tally.density, waiting.keep
                 )
                 return new, _Entry(manifest, iter(chunks), tally, time.perf_counter() - began)
         density = tally.density if base is not None else 1.0
         tally = delta.Tally()
-        chunked = delta.encode(None, new, threads=self._threads, tally=tally)
+        chunked = delta.encode(None, new, threads=self.threads, tally=tally)
         manifest = Manifest(new.version, None, 0, 0, full, density, waiting.keep)
         return new, _Entry(manifest, chunked, tally, time.perf_counter() - began)
 

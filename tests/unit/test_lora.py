@@ -88,7 +88,7 @@ def _logits(made: Trainer, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(made: Trainer) -> Any:
-    model = micro(MODEL, 1).model
+    model: Any = micro(MODEL, 1).model
     assert made.lora is not None
     tensors = merged({name: p.detach() for name, p in made.policy.named_masters().items()}, made.lora.scale)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
@@ -155,7 +155,8 @@ def test_a_checkpoint_resumes_bit_for_bit_and_exports_a_folder_that_transformers
     assert exporting.export(run, tmp_path / "out", run / "bundle", None, "float32") == 2
     restored = Session(micro(MODEL, 3).model, recipe())
     restored.restore(checkpoint.load_newest(run / "checkpoints"))
-    folder = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    folder: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    folder.eval()
     ids = torch.tensor([[1, 5, 3, 2]])
     with torch.no_grad():
         torch.testing.assert_close(folder(ids).logits, _logits(restored.trainer, ids), rtol=0, atol=1e-6)

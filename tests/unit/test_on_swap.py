@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from temper.actor.engines.base import Generation
+from temper.actor.engines.base import Generation, OnSwap
 from temper.actor.engines.decoder import Decoder
 from temper.actor.engines.embedded import EmbeddedEngine
 
@@ -37,7 +37,7 @@ def inference() -> Iterator[None]:
         yield
 
 
-def decoder(on_swap: str, **options: Any) -> Decoder:
+def decoder(on_swap: OnSwap, **options: Any) -> Decoder:
     return Decoder(kit.SHAPE, torch.float32, max_rows=4, length=64, on_swap=on_swap, **options)
 
 
@@ -132,7 +132,7 @@ def test_drain_lets_running_rows_end_under_their_version_and_new_ones_begin_unde
 
 @pytest.mark.parametrize("on_swap", ["in_flight", "abort"])
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_the_first_token_after_a_swap_has_a_fresh_engines_logprob(on_swap: str, kv: Any) -> None:
+def test_the_first_token_after_a_swap_has_a_fresh_engines_logprob(on_swap: OnSwap, kv: Any) -> None:
     """Field failure: a key/prefix cache of old weights is reused."""
     _, _, first, second = kit.two_versions()
     made, fresh = decoder(on_swap, kv_on_swap=kv), decoder("in_flight")

@@ -217,6 +217,7 @@ def test_a_hole_in_the_log_is_not_bridged(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_run_are_refused(tmp_path: Path) -> None:
+    """Field failure: left-over weights of run A are read by run B in the same folder."""
     filled(tmp_path)
     with pytest.raises(ConfigError, match=r"run run-a, this is run run-b"):
         WeightStore(tmp_path, "run-b", sync=False)
