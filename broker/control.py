@@ -34,6 +34,13 @@ BESIDE_SAMPLES = frozenset(
     body.KIND for body in (schema.Touch, schema.Heartbeat, schema.Metrics, schema.Job, schema.JobDone, schema.JobCancel)
 )
 """Kinds that may be handled before samples that came earlier: what they change, samples do not look at."""
+TOLD_READY = ("actor", "eval")
+"""Roles that get nothing before their heartbeats say READY: an engine may start for minutes."""
+
+
+def takes_nothing(role: schema.Role, beat: schema.Heartbeat) -> bool:
+    """Whether a peer that says `beat` gets nothing new."""
+    return beat.state == "DRAINING" or (role in TOLD_READY and beat.state != "READY")
 
 
 class ControlDesk:
@@ -140,8 +147,8 @@ class ControlDesk:
             case schema.Heartbeat():
                 self.guests.beats[key] = body
                 record = self.core.peers.get(key)
-                if record is not None and record.draining != (body.state == "DRAINING"):
-                    self.take(ev.Availability(key, body.state == "DRAINING"))
+                if record is not None and record.draining != (busy := takes_nothing(record.role, body)):
+                    self.take(ev.Availability(key, busy))
             case schema.Job():
                 if self.guests.role(key) in ("actor", "eval"):
                     self._jobs.setdefault(body.job_id, (delivery.raw_meta, delivery.frames))

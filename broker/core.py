@@ -138,7 +138,15 @@ class BrokerCore(RunState):
                 return [RefusePeer(event.peer, "role_taken", f"this run already has a learner: {name}")]
             self.learner = event.peer
         self._arrivals += 1
-        record = PeerRecord(event.peer, event.role, event.name, event.slots, self._arrivals, returning=event.returning)
+        record = PeerRecord(
+            event.peer,
+            event.role,
+            event.name,
+            event.slots,
+            self._arrivals,
+            draining=not event.ready,
+            returning=event.returning,
+        )
         self.peers[event.peer] = record
         if event.role == "sandbox" and event.peer not in self.jobs.slots:
             self.jobs.add_worker(event.peer, 0 if event.returning else event.slots)

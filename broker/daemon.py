@@ -12,7 +12,7 @@ from temper.broker import events as ev
 from temper.broker import stats
 from temper.broker.bulk import BulkDesk
 from temper.broker.bundle import BundleStore
-from temper.broker.control import ControlDesk
+from temper.broker.control import TOLD_READY, ControlDesk
 from temper.broker.core import BrokerCore
 from temper.broker.guests import Guests
 from temper.broker.ledger import Ledger
@@ -218,6 +218,7 @@ class Broker(Daemon):
                     hello.name,
                     slots,
                     returning=hello.known_epoch not in (0, self.control.router.epoch),
+                    ready=hello.role not in TOLD_READY,
                 )
             )
             if self.weights.newest is not None and hello.role in FOLLOW_WEIGHTS:

@@ -22,7 +22,8 @@ PeerKey = str
 class Joined:
     """A peer said HELLO and was welcomed. `slots`: leases or jobs it takes at once.
 
-    `returning`: it knew an earlier incarnation of this broker, and will say what it still holds.
+    `returning`: it knew an earlier incarnation of this broker, and will say what it still holds. `ready`: it can work
+    now; otherwise it gets nothing until an `Availability` says so.
     """
 
     peer: PeerKey
@@ -30,6 +31,7 @@ class Joined:
     name: str
     slots: int = 0
     returning: bool = False
+    ready: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """A peer began to drain (it gets nothing new), or takes work again."""
+    """A peer began to drain or its engine is down (it gets nothing new), or it takes work (again)."""
 
     peer: PeerKey
     draining: bool

@@ -24,8 +24,8 @@ LANE_OF_PHASE: dict[str, Lane] = {"warm": "demo", "train": "train"}
 class PeerRecord:
     """A peer that is there. `joined` orders peers by arrival.
 
-    `draining`: gets nothing new. `returning`: it knew an earlier incarnation of this broker and gets nothing new until
-    it has said what it still holds (`Holding`).
+    `draining`: gets nothing new (it leaves, or it is not ready). `returning`: it knew an earlier incarnation of this
+    broker and gets nothing new until it has said what it still holds (`Holding`).
     """
 
     peer: PeerKey

@@ -167,10 +167,14 @@ class Peer:
             self._sides[True].taken(arrival)
 
     def beat(self, state: State, progress: str = "", waiting_for: str = "", version: Version | None = None) -> None:
-        """What the next heartbeats say. The age of the progress counts from when `progress` last changed."""
+        """What the next heartbeats say; a new state is said at once. The age of the progress counts from when `progress`
+        last changed."""
         if progress != self._beat.progress:
             self._progress_at = time.monotonic()
+        changed = state != self._beat.state
         self._beat = Heartbeat(state, progress, 0.0, waiting_for, version)
+        if changed and not self.over and self._sides and all(side.broker_epoch for side in self._sides):
+            self._send_beat(time.monotonic())
 
     async def close(self, reason: str, exit_code: int, timeout_s: float = 2.0) -> None:
         """Say goodbye, give what is under way `timeout_s` to arrive, close. Never raises for a lost broker."""
@@ -230,6 +234,8 @@ class Peer:
             return
         if not self._opened.done() and all(other.welcome is not None for other in self._sides):
             self._opened.set_result(None)
+        if all(other.welcome is not None and other.broker_epoch for other in self._sides):
+            self._send_beat(time.monotonic())
         if again:
             for other in self._sides:
                 if other.broker_epoch != side.broker_epoch:
@@ -254,6 +260,10 @@ class Peer:
             raise AssertionError("send before open")
         return self._sides[body.BULK]
 
+    def _send_beat(self, now: float) -> None:
+        beat = msgspec.structs.replace(self._beat, progress_age_s=now - self._progress_at)
+        self._sides[0].session.transient(beat)
+
     def _tick(self) -> None:
         now = time.monotonic()
         welcomed = all(side.broker_epoch for side in self._sides)
@@ -273,7 +283,7 @@ class Peer:
         if not welcomed:
             return
         control = self._sides[0]
-        control.session.transient(msgspec.structs.replace(self._beat, progress_age_s=now - self._progress_at))
+        self._send_beat(now)
         if late > HEARTBEAT_S:
             control.heard_at += late  # it was us who did not listen
         if now - control.heard_at > self._silence_s:

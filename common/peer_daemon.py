@@ -32,7 +32,7 @@ from temper.common.keys import load_peer
 from temper.common.log import log
 from temper.common.metrics import Meter
 from temper.common.peer import Peer, new_session
-from temper.common.schema import Drain, Hello, Holding, Metrics, Role, Welcome
+from temper.common.schema import Drain, Hello, Holding, Metrics, Role, State, Welcome
 
 T = TypeVar("T")
 
@@ -124,11 +124,16 @@ class PeerDaemon(Daemon):
         """Heartbeat contents and one tick of metrics."""
         if self._peer is None or self._peer.over or self._welcome is None:
             return
-        self._peer.beat(self.state, self.last_progress[:500], self.waiting_for[:500], self.version)
+        state, waiting_for = self.standing()
+        self._peer.beat(state, self.last_progress[:500], waiting_for[:500], self.version)
         for message in metrics_of(self.name, self.meter):
             if not self._peer.post(message):  # the broker is not there just now: count it with the next tick
                 for name, value in message.counters.items():
                     self.meter.add(name, value)
+
+    def standing(self) -> tuple[State, str]:
+        """What heartbeats say of this daemon: its state and what it waits for. Override where READY is not the whole truth."""
+        return self.state, self.waiting_for
 
     def _on_drain(self, drain: Drain, frames: list[memoryview]) -> None:
         self.drain_timeout_s = min(self.drain_timeout_s, drain.deadline_s)

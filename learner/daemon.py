@@ -45,6 +45,7 @@ from temper.learner.boards import Board
 from temper.learner.bundle import bundle_of
 from temper.learner.evaluation import Evaluation, When
 from temper.learner.inbox import GroupData, Inbox, parse_group, void_reason
+from temper.learner.patience import Patience
 from temper.learner.publisher import Published, Publisher
 from temper.learner.records import Records
 from temper.learner.report import member
@@ -93,6 +94,7 @@ class LearnerDaemon(PeerDaemon):
         self.checkpoint_path = ""
         self._run_dir = run_dir
         self._resume = resume
+        self._patience = Patience()
         self._arrived = asyncio.Event()
         self._draining = asyncio.Event()
         self._finished = asyncio.Event()
@@ -162,6 +164,7 @@ class LearnerDaemon(PeerDaemon):
         self.peer.post(Demand(lane, 1))
 
     def _on_metrics(self, body: Metrics, frames: list[memoryview]) -> None:
+        self._patience.heard(body, time.monotonic())
         if self._session is not None:
             self._session.totals.relayed(body)
         if self._board is not None:
@@ -409,7 +412,13 @@ class LearnerDaemon(PeerDaemon):
         self._ask(lane, want)
         while self.inbox.held(lane) < want:
             what = f"actors: groups (lane {lane}, {self.inbox.held(lane)} of {want} there)"
-            await self._something(what, self.recipe.run.stall_timeout_s)
+            try:
+                await self._something(what, self.recipe.run.stall_timeout_s)
+            except PeerLost:
+                starting = self._patience.starting(time.monotonic())
+                if not starting:
+                    raise
+                log(f"waiting: the engine of {', '.join(starting)} is still starting")
         self._check()
         pacing = self.recipe.pacing
         ordered = pacing.batch_order == "lease" or pacing.max_staleness == 0 or self.recipe.run.deterministic

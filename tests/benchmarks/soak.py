@@ -79,6 +79,7 @@ def message(lease: schema.Lease, index: int) -> tuple[schema.Samples, list[memor
 async def actor(address: str, name: str) -> None:
     """Has each sample's program run by a sandbox worker, then sends it."""
     peer = Peer(address, Hello("actor", name, new_session(), pid=os.getpid(), slots=8), silence_s=SILENCE_S)
+    peer.beat("READY")
     held: dict[tuple[int, int], asyncio.Task[None]] = {}
     jobs: dict[str, tuple[schema.Job, Any, asyncio.Future[None]]] = {}
     loop = asyncio.get_running_loop()

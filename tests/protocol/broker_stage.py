@@ -54,6 +54,7 @@ class Guest:
     ) -> None:
         hello = Hello(role, name, new_session(), run_id, pid=os.getpid(), slots=slots)  # type: ignore[arg-type]
         self.peer = Peer(address, hello, keys=keys)
+        self.peer.beat("READY")
         self.queues: dict[type[schema.Body], asyncio.Queue[tuple[Any, list[memoryview]]]] = {}
         for kind in schema.BODIES.values():
             self.queues[kind] = asyncio.Queue()

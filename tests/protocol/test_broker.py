@@ -351,3 +351,30 @@ def test_a_folder_with_a_run_wants_resume_and_a_place_has_one_broker(tmp_path: P
             assert "is served by another broker" in rival.stderr
 
     play(scene)
+
+
+def test_an_actor_gets_leases_only_while_it_says_ready(tmp_path: Path) -> None:
+    """An engine may start for minutes: no lease waits for it, nobody's weights_timeout_s runs out."""
+
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            await s.learner()
+            slow = Guest(s.address, "actor", "slow", 4)
+            slow.peer.beat("STARTING")
+            s.guests.append(slow)
+            await slow.peer.open(20.0)
+            quick = await s.guest("actor", "quick", 2)
+            leases = [(await quick.next(schema.Lease))[0] for _ in range(2)]
+            while (status := await s.status()).leases_in_flight < 2:
+                pass
+            assert status.leases_in_flight == 2 and slow.queues[schema.Lease].empty()
+            slow.peer.beat("READY")
+            assert (await slow.next(schema.Lease))[0].lease_id == 2
+            assert (await slow.next(schema.Lease))[0].lease_id == 3
+            quick.peer.beat("STARTING")  # its engine has died and comes back
+            for lease in leases:
+                await quick.peer.send(*samples(lease))
+            await quick.peer.flush(20.0)
+            assert (await s.status()).leases_in_flight == 2 and quick.queues[schema.Lease].empty()
+
+    play(scene)
