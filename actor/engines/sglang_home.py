@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from temper.actor.engines.sglang_process import SglangHost
+from temper.actor.engines.sglang_host import SglangHost
 
 VERSION = "0.5.23"  # the version that is tested
 MARK = "temper-engine.json"
@@ -27,12 +27,12 @@ class Installed:
 
 
 def home() -> Path:
-    """The folder of the environment: TEMPER_ENGINE_HOME, else in the user's data folder."""
+    """The folder of the environment (about 3 GB on CPU): TEMPER_ENGINE_HOME, else in the user's cache folder."""
     named = os.environ.get("TEMPER_ENGINE_HOME")
     if named:
         return Path(named)
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(data) / "temper" / f"sglang-{VERSION}"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "temper" / f"sglang-{VERSION}"
 
 
 def installed(folder: Path | None = None) -> Installed | None:
@@ -52,7 +52,7 @@ def python_of(folder: Path) -> Path:
 
 def completed(host: SglangHost) -> SglangHost:
     """`host`, its interpreter filled in from the installed environment where it names none."""
-    if host.python:
+    if host.usable:
         return host
     found = installed()
     if found is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from temper.actor.engines.sglang_home import MARK, Installed, completed, home, installed, python_of
-from temper.actor.engines.sglang_process import SglangHost
+from temper.actor.engines.sglang_home import MARK, VERSION, Installed, completed, home, installed, python_of
+from temper.actor.engines.sglang_host import SglangHost
 from temper.cli import engine
 from temper.common.errors import EnvironmentFault
 
@@ -53,15 +55,43 @@ def test_show_and_install_say_what_is_there(folder: Path, capsys: pytest.Capture
     assert "0.5.23 (cpu) is installed" in capsys.readouterr().out
 
 
-def test_a_failed_step_names_its_log_and_leaves_no_mark(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def broken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment whose pip finds nothing."""
     finish(folder)
     python_of(folder).unlink()
     python_of(folder).symlink_to(sys.executable)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setattr(engine, "PACKAGES", ["no-such-package-of-a-test==1"])
-    with pytest.raises(EnvironmentFault, match=r"installing its dependencies failed"):
-        engine.make(folder, "cpu", "0.5.23")
-    assert installed() is None and "no-such-package" in (folder / "install.log").read_text()
-    monkeypatch.setattr(engine, "NEEDED_BYTES", 1 << 62)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setattr(engine, "CPU", ("torch==99.0", "no-such-package-of-a-test==1"))
+    return folder
+
+
+def test_a_failed_step_names_its_log_and_leaves_no_mark(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EnvironmentFault, match=r"installing torch==99.0 failed"):
+        engine.make(broken, "cpu", "0.5.23")
+    assert installed() is None and "torch==99.0" in (broken / "install.log").read_text()
+    monkeypatch.setitem(engine.NEEDED_BYTES, "cpu", 1 << 62)
     with pytest.raises(EnvironmentFault, match="are free"):
-        engine.make(folder, "cpu", "0.5.23")
+        engine.make(broken, "cpu", "0.5.23")
+
+
+def test_an_unreachable_index_is_said_so(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIP_NO_INDEX")
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(EnvironmentFault, match="the package index can't be reached"):
+        engine.make(broken, "cpu", "0.5.23")
+
+
+def test_every_package_is_pinned() -> None:
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9A-Za-z.]+", pin) for pin in engine.CPU)
+    assert {f"sglang=={VERSION}", "torch==2.13.0"} <= set(engine.CPU)
+
+
+def test_two_installations_wait_for_each_other(folder: Path) -> None:
+    with engine.alone(folder), (folder / "install.lock").open("w") as second, pytest.raises(BlockingIOError):
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
