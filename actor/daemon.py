@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections import Counter
 from typing import Literal
 
@@ -34,7 +35,18 @@ from temper.common.log import log
 from temper.common.peer import Peer
 from temper.common.peer_daemon import PeerDaemon
 from temper.common.recipe_derived import domain_sampling
-from temper.common.schema import Bundle, Holding, JobDone, Lease, NeedBundle, Return, SampleRefused, Version, Welcome
+from temper.common.schema import (
+    Bundle,
+    Holding,
+    JobDone,
+    Lease,
+    NeedBundle,
+    Return,
+    SampleRefused,
+    State,
+    Version,
+    Welcome,
+)
 
 LOAD_LIMIT_S = 120.0  # a domain may take this long to import and to make itself
 RETRY_S = 2.0  # between two tries of what infrastructure prevented
@@ -68,7 +80,8 @@ class ActorDaemon(PeerDaemon):
         self._grader: SandboxGrader | None = None
         self._engine: Engine | None = None
         self._host = host
-        self._counted: tuple[float, ...] = (0, 0, 0, 0, 0, 0, 0)
+        self._down_since: float | None = None
+        self._counted: tuple[float, ...] = (0,) * 9
         self._reseeds: Counter[str] = Counter()
 
     # ------------------------------------------------------------ life
@@ -190,6 +203,16 @@ class ActorDaemon(PeerDaemon):
         if self._bundle is not None and not self._bundle.done():
             self.peer.post(NeedBundle())
 
+    def standing(self) -> tuple[State, str]:
+        """Without an engine that answers it is as good as starting: it gets no leases meanwhile."""
+        trouble = self._engine.trouble if self._engine is not None else "starting"
+        now = time.monotonic()
+        self._down_since = (self._down_since or now) if trouble else None
+        self.meter.set(metrics.ACTOR_STARTING, now - self._down_since if self._down_since else 0.0)
+        if trouble and self.state == "READY":
+            return "STARTING", "; ".join(filter(None, (f"engine: {trouble}", self.waiting_for)))
+        return super().standing()
+
     def tick(self) -> None:
         """Metrics of engine, weights and grading; a dead engine ends the daemon."""
         engine, grader, client = self._engine, self._grader, self._client
@@ -204,6 +227,8 @@ class ActorDaemon(PeerDaemon):
                 metrics.ACTOR_FETCHED: client.fetched_nbytes,
                 metrics.ACTOR_JOBS: grader.counts.jobs,
                 metrics.ACTOR_CACHE_HITS: grader.counts.shared,
+                metrics.ACTOR_RESTARTS: engine.counts.restarts,
+                metrics.ACTOR_RETRACTIONS: engine.counts.retractions,
             }
             for (name, value), before in zip(now.items(), self._counted, strict=True):
                 self.meter.add(name, value - before)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 from temper.actor.engines.base import Cancel, Engine, GenerateRequest, SamplingParams
 from temper.actor.text import Text
 from temper.actor.tools import ToolSession
@@ -44,6 +46,7 @@ class SampleDriver:
         self._runs: list[list[int]] = []
         self._unversioned = 0  # foreign tokens before the first sampled one
         self._support: list[list[int]] = []
+        self._experts: npt.NDArray[np.int16] | None = None
         self._finish = ""
         self.aborted = False
 
@@ -63,6 +66,8 @@ class SampleDriver:
             self._count(lineage, ordinal, count)
         if self._params.want_support:
             self._support += made.support or [[] for _ in made.ids]
+        if made.experts is not None:
+            self._experts = made.experts  # of everything so far
         self._finish = made.finish_reason
         if made.finish_reason == "abort":
             self.aborted = True
@@ -93,7 +98,16 @@ class SampleDriver:
         """Everything after the prompt."""
         ids = self._ids[self._start :]
         support = self._support if self._params.want_support else None
-        return Completion(ids, self._logprobs, self._mask, self._runs, self._finish, self._text.decode(ids), support)
+        return Completion(
+            ids, self._logprobs, self._mask, self._runs, self._finish, self._text.decode(ids), support, self._routed()
+        )
+
+    def _routed(self) -> npt.NDArray[np.int16] | None:
+        """The experts of every token; -1 where it was never fed back: the last one, and what was appended after it."""
+        if self._experts is None:
+            return None
+        rows, width = self._experts.shape
+        return np.concatenate([self._experts, np.full((len(self._ids) - rows, width), -1, np.int16)])
 
     def _count(self, lineage: int, ordinal: int, count: int) -> None:
         if self._runs and self._runs[-1][:2] == [lineage, ordinal]:

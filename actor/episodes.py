@@ -35,7 +35,8 @@ _OUTCOMES = get_args(Outcome)
 class SampleOut:
     """A finished sample: `tokens` i32[N] (prompt included), `logprobs` f32[N], `mask` u8[N]; 0 where not sampled.
 
-    `support`: (ids i32[M], cu i64[N + 1]) of what truncation left at each token, or None.
+    `support`: (ids i32[M], cu i64[N + 1]) of what truncation left at each token, or None. `experts`: i16[N, layers *
+    experts per token] that each token was routed to, -1 where unknown, or None.
     """
 
     meta: SampleMeta
@@ -43,6 +44,7 @@ class SampleOut:
     logprobs: npt.NDArray[np.float32]
     mask: npt.NDArray[np.uint8]
     support: tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]] | None = None
+    experts: npt.NDArray[np.int16] | None = None
 
 
 @dataclass(slots=True)
@@ -128,7 +130,11 @@ def sampling_params(lease: Lease, text: Text, recipe: Recipe) -> SamplingParams:
         max_new_tokens=own.max_new_tokens,
         stop_token_ids=text.stop_ids(own.stop),
     )
-    return replace(params, want_support=params.truncates and not eval_lane)
+    return replace(
+        params,
+        want_support=params.truncates and not eval_lane,
+        want_experts=recipe.engine.routed_experts and not eval_lane,
+    )
 
 
 def sample_seed(lease: Lease, index: int, recipe: Recipe) -> int:
@@ -360,4 +366,5 @@ def assemble(
         np.array([0.0] * before + completion.logprobs, np.float32),
         np.array([0] * before + completion.loss_mask, np.uint8),
         support,
+        completion.experts,
     )

@@ -4,13 +4,21 @@
 domains = ["temper.actor.domains.reverse", "my_package.my_domain"]   # default: the built-in domains
 slots = 16                                                           # default: the recipe's leases_in_flight
 
-[actor.sglang]
+[actor.sglang]                      # see `engines.sglang_host.SglangHost`
 python = "/opt/sglang/bin/python"   # default: what `temper engine install` made
-flags = ["--tp-size", "2"]          # appended to the server's command line
+count = 2                           # servers of this actor (default 1); requests go to the least loaded
+tp_size = 2                         # SGLang's tensor, data and expert parallelism: tp_size, dp_size, ep_size
+flags = ["--mem-fraction-static", "0.8"]   # appended to the server's command line
 environment = { OMP_NUM_THREADS = "4" }
 cpu = false                         # true: run it without a GPU
+bind = "127.0.0.1"                  # where they listen
 log_dir = "/var/log/temper"         # default: a temporary folder, named in the log
 start_timeout_s = 600.0
+servers = ["http://127.0.0.1:30000"]       # running servers instead, each of this actor alone
+router = "http://127.0.0.1:30080"          # an sglang-router before them
+admin_key_file = "/etc/temper/sglang.key"  # their admin key
+transfer = "auto"                   # of weights: shared (memory), copy (in the request), disk (files in disk_dir)
+disk_dir = ""
 """
 
 from __future__ import annotations
@@ -25,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from temper.actor.engines.sglang_process import SglangHost
+from temper.actor.engines.sglang_host import SglangHost
 from temper.common.errors import ConfigError
 
 BUILT_IN = "temper.actor.domains"

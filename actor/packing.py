@@ -40,7 +40,8 @@ def pack_samples(lease: Lease, samples: Sequence[SampleOut]) -> list[tuple[Sampl
 
 def _nbytes(sample: SampleOut) -> int:
     support = sum(array.nbytes for array in sample.support) if sample.support else 0
-    return sample.tokens.nbytes + sample.logprobs.nbytes + sample.mask.nbytes + support
+    experts = sample.experts.nbytes if sample.experts is not None else 0
+    return sample.tokens.nbytes + sample.logprobs.nbytes + sample.mask.nbytes + support + experts
 
 
 def _message(lease: Lease, batch: list[SampleOut]) -> tuple[Samples, list[memoryview]]:
@@ -58,6 +59,11 @@ def _message(lease: Lease, batch: list[SampleOut]) -> tuple[Samples, list[memory
         offsets = np.cumsum([0, *(len(ids) for ids, _ in support)], dtype=np.int64)
         parts = [cu[:-1] + offset for (_, cu), offset in zip(support, offsets[:-1], strict=True)]
         arrays["support_cu"] = np.concatenate([*parts, offsets[-1:]])
+    experts = [sample.experts for sample in batch if sample.experts is not None]
+    if experts:
+        if len(experts) != len(batch):
+            raise AssertionError("some samples of a lease have routed experts, some have none")
+        arrays["routed_experts"] = np.concatenate(experts)
     specs, frames = pack_arrays(arrays)
     body = Samples(lease.lease_id, lease.attempt, lease.lineage, [sample.meta for sample in batch], specs)
     return body, frames

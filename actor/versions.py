@@ -69,7 +69,7 @@ class Versions:
     async def _commit(self, update: StagedUpdate) -> None:
         try:
             digest = await self._engine.apply(update)
-            await self._client.commit(update, digest)
+            await self._client.commit(update, digest, self._engine.host_copy)
         except (EngineError, DeltaError) as error:
             self._failures += 1
             log(f"weights: version {update.version.ordinal} was not committed: {error}")

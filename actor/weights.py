@@ -18,14 +18,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from temper.common import delta
-from temper.common.bits import Weights
+from temper.common.bits import TensorBits, Weights
 from temper.common.delta import DeltaError, StagedUpdate
 from temper.common.errors import PeerLost
 from temper.common.log import log
 from temper.common.schema import Body, Chain, Chunk, Fetch, NewVersion, Version
+
+if TYPE_CHECKING:
+    import numpy as np
 
 B = TypeVar("B", bound=Body)
 
@@ -37,6 +40,9 @@ INLINE_BYTES = 4 << 20  # smaller updates are staged and committed where they ar
 
 class WeightsUnavailable(PeerLost):
     """The version asked for did not come, or never will."""
+
+
+Held = Callable[[str], "np.ndarray | None"]
 
 
 class Link(Protocol):
@@ -120,8 +126,9 @@ class WeightClient:
         finally:
             self._reply = None
 
-    async def commit(self, update: StagedUpdate, engine_digest: str) -> None:
-        """The engine has applied `update` and reports `engine_digest`: move the host copy along.
+    async def commit(self, update: StagedUpdate, engine_digest: str, held: Held | None = None) -> None:
+        """The engine has applied `update` and reports `engine_digest`: move the host copy along. `held` gives the bits of
+        a copy that the engine keeps in host memory anyway: it becomes the host copy, and there is no second one.
 
         If it is not the digest of the version, the engine does not hold what it should: DeltaError("engine"), and the
         next fetch is a snapshot.
@@ -131,7 +138,9 @@ class WeightClient:
             raise DeltaError(
                 "engine", f"the engine reports {engine_digest} after version {update.version.ordinal} ({update.digest})"
             )
-        if sum(patch.values.nbytes for patch in update.changed) < INLINE_BYTES:
+        if held is not None and (adopted := _adopted(self._weights, update, held)) is not None:
+            self._weights = adopted
+        elif sum(patch.values.nbytes for patch in update.changed) < INLINE_BYTES:
             self._weights = delta.overwrite(self._weights, update)
         else:
             self._weights = await asyncio.to_thread(delta.overwrite, self._weights, update)
@@ -260,3 +269,17 @@ class WeightClient:
         self._moved.set()
         if reply.due == 0 and not reply.done.done():
             reply.done.set_result(None)
+
+
+def _adopted(base: Weights | None, update: StagedUpdate, held: Held) -> Weights | None:
+    """`base` moved to `update.version`, the changed tensors being those that `held` gives; None if it doesn't give one."""
+    whole = base is None or update.base_digest is None
+    tensors = {} if whole or base is None else dict(base.tensors)
+    digests = {} if whole or base is None else dict(base.digests)
+    for patch in update.changed:
+        bits = held(patch.name)
+        if bits is None:
+            return None
+        tensors[patch.name] = TensorBits(patch.dtype, patch.shape, bits)
+        digests[patch.name] = patch.digest
+    return Weights(update.version, tensors, digests)

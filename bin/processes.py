@@ -75,6 +75,7 @@ class Process:
         self.log = LogTail(log_path, spec.name)
         environment = dict(os.environ)
         environment["TEMPER_PARENT_PID"] = str(os.getpid())
+        environment["TEMPER_LOG_DIR"] = str(log_path.parent)  # for the logs of what the child starts
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         environment.setdefault("TOKENIZERS_PARALLELISM", "false")
         command = [sys.executable, "-P", "-m", spec.module, *spec.arguments]

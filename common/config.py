@@ -176,6 +176,7 @@ class Engine:
         "in_flight"  # new weights and running generations: go on, end first, or stop and resume from their tokens
     )
     kv_on_swap: Literal["keep", "recompute"] = "keep"  # in_flight: keep the KV of the old weights or recompute it
+    routed_experts: bool = False  # sglang, mixtures of experts: samples carry the experts each token was routed to
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class Completion:
     `ids`: every token after the prompt, tool tokens included; `loss_mask[i]` is 1 where the engine sampled `ids[i]`.
     `logprobs[i]` is the behaviour log-probability (nats) of `ids[i]`, 0.0 where the mask is 0.
     `version_runs`: [lineage, ordinal, count] over `ids`. `text` is the decoding of `ids` without special tokens.
+    `experts`: int16 array [prompt and ids, layers * experts per token] where the recipe asks for it, -1 where unknown.
     """
 
     ids: list[int]
@@ -51,6 +52,7 @@ class Completion:
     finish_reason: str
     text: str
     support: list[list[int]] | None = None
+    experts: Any = None
     files: dict[str, bytes] = field(default_factory=dict)  # the workspace that the episode's tool session left
 
 

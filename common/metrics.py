@@ -75,6 +75,16 @@ class Meter:
 # ---------------------------------------------------------------- actor
 ACTOR_TOKENS = declare("actor/engine/sampled_tokens", "tokens", "counter", "Tokens sampled by the engine.")
 ACTOR_ROWS = declare("actor/engine/rows_count", "rows", "gauge", "Rows being decoded.")
+ACTOR_STARTING = declare(
+    "actor/engine/starting_seconds",
+    "s",
+    "gauge",
+    "For how long the engine has not answered, because it starts or comes back; 0 while it can sample.",
+)
+ACTOR_RESTARTS = declare("actor/engine/restarts_count", "restarts", "counter", "Inference servers lost and replaced.")
+ACTOR_RETRACTIONS = declare(
+    "actor/engine/retractions_count", "rows", "counter", "Rows that a server took back for want of KV memory."
+)
 ACTOR_WAIT = declare("actor/wait/seconds", "s", "counter", "Time without anything to decode.")
 ACTOR_PAUSE = declare("actor/weights/pause_seconds", "s", "gauge", "Pause of the last weight commit.")
 ACTOR_SWAPS = declare("actor/weights/swaps_count", "swaps", "counter", "Weight versions committed.")

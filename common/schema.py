@@ -254,7 +254,7 @@ class Samples(Body, frozen=True, gc=False):
 
     Frames as `arrays` says (small arrays share one, see ``arrays``), concatenated over the samples in order: tokens
     i32[N] (prompt included), behaviour_logprob f32[N], loss_mask u8[N], cu_seqlens i64[S+1], optional support_ids i32[M]
-    with support_cu i64[N+1], optional routed_experts. Prompt and tool tokens: mask 0.
+    with support_cu i64[N+1], optional routed_experts i16[N, layers * experts per token]. Prompt and tool tokens: mask 0.
     """
 
     KIND: ClassVar[int] = 19

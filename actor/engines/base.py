@@ -17,6 +17,7 @@ from temper.common.schema import Version
 
 if TYPE_CHECKING:
     import numpy as np
+    import numpy.typing as npt
     from temper.common.delta import StagedUpdate
 
 
@@ -40,6 +41,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     want_support: bool = False  # return the ids that truncation left, per token
+    want_experts: bool = False  # return the experts that each token was routed to
 
     @property
     def truncates(self) -> bool:
@@ -61,7 +63,8 @@ class Generation:
 
     `logprobs[i]` (nats) belongs to `ids[i]`. `version_runs`: (lineage, ordinal, count) over `ids`, in order.
     `finish_reason`: stop (a stop token was sampled), length (budget or context used up), abort (cancelled or drained;
-    the partial result is valid). `support[i]`: ids that truncation left at position i, None unless asked for.
+    the partial result is valid). `support[i]`: ids that truncation left at position i, None unless asked for. `experts`:
+    int16[prompt + ids - 1, layers * experts per token], layer by layer, None unless asked for.
     """
 
     ids: list[int]
@@ -69,6 +72,7 @@ class Generation:
     version_runs: list[tuple[int, int, int]]
     finish_reason: Literal["stop", "length", "abort"]
     support: list[list[int]] | None = None
+    experts: npt.NDArray[np.int16] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class EngineCaps:
 
     `support_ids`: can return the truncated support. `in_flight`: commits weights between steps of running requests.
     `seeded`: the same seed draws the same tokens. `batch_invariant`: results don't depend on batch neighbours.
+    `routed_experts`: can say which experts each token was routed to.
     """
 
     support_ids: bool
@@ -85,6 +90,7 @@ class EngineCaps:
     batch_invariant: bool
     max_length_tokens: int
     max_rows: int
+    routed_experts: bool = False
 
 
 @dataclass(slots=True)
@@ -126,16 +132,22 @@ class Counts:
     idle_s: float = 0.0
     swaps: int = 0
     last_pause_s: float = 0.0
+    restarts: int = 0
+    retractions: int = 0
 
 
 class Engine(Protocol):
     """An inference engine. All methods are called on the actor's event loop.
 
-    `failure` is set when the engine is beyond repair; every request fails with it from then on.
+    `failure` is set when the engine is beyond repair; every request fails with it from then on. `trouble` says why it
+    can't sample just now (its server is coming back); empty when it can.
     """
 
     counts: Counts
     failure: BaseException | None
+
+    @property
+    def trouble(self) -> str: ...
 
     @property
     def caps(self) -> EngineCaps: ...
@@ -147,6 +159,11 @@ class Engine(Protocol):
 
     def resident(self, name: str) -> np.ndarray | None:
         """The flat bits that are served of a tensor, not copied, only to be read; None if the engine can't say."""
+        ...
+
+    def host_copy(self, name: str) -> np.ndarray | None:
+        """The flat bits of a tensor as last applied, where the engine keeps a copy in host memory; only to be read, valid
+        until the next `apply`. None where it keeps none."""
         ...
 
     async def generate(self, request: GenerateRequest, cancel: Cancel | None = None) -> Generation:

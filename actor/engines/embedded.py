@@ -92,6 +92,15 @@ class EmbeddedEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
+    def host_copy(self, name: str) -> np.ndarray | None:
+        """None: it keeps what it serves, and no copy."""
+        return None
+
+    @property
+    def trouble(self) -> str:
+        """Empty: it samples as long as it has not failed."""
+        return ""
+
     @property
     def caps(self) -> EngineCaps:
         return self._caps

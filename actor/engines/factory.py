@@ -10,7 +10,7 @@ import torch
 from temper.actor.engines.base import Engine, EngineCaps
 from temper.actor.engines.embedded import EmbeddedEngine
 from temper.actor.engines.sglang_home import completed
-from temper.actor.engines.sglang_process import ServerShape, SglangHost
+from temper.actor.engines.sglang_host import ServerShape, SglangHost
 from temper.common.config import Recipe
 from temper.common.errors import ConfigError
 from temper.common.log import log
@@ -43,6 +43,8 @@ def check_caps(recipe: Recipe, caps: EngineCaps) -> None:
         raise ConfigError(
             "sampling.top_p, top_k and min_p need an engine that names what truncation left; this one can't"
         )
+    if recipe.engine.routed_experts and not caps.routed_experts:
+        raise ConfigError("engine.routed_experts needs engine.kind = sglang: this engine can't say where tokens went")
     if recipe.run.deterministic and not (caps.seeded and caps.batch_invariant):
         raise ConfigError("run.deterministic needs engine.kind = embedded: this engine is not reproducible")
     if recipe.pacing.max_staleness > 0 and not caps.in_flight:
@@ -68,7 +70,7 @@ def _embedded(recipe: Recipe, config: Mapping[str, Any]) -> Engine:
 def chosen(recipe: Recipe, host: SglangHost) -> str:
     """embedded or sglang. ``auto`` is SGLang where there is a GPU and the host names SGLang's interpreter."""
     kind = recipe.engine.kind
-    if kind == "sglang" and not host.python:
+    if kind == "sglang" and not host.usable:
         raise ConfigError(
             "engine.kind = sglang, but this host has none: run `temper engine install --cpu` (or --cuda), or start the"
             ' actor with --host FILE holding [actor.sglang] python = "/path/to/its/venv/bin/python"'
@@ -77,7 +79,7 @@ def chosen(recipe: Recipe, host: SglangHost) -> str:
         return kind
     if not torch.cuda.is_available():
         return "embedded"
-    if host.python:
+    if host.usable:
         return "sglang"
     log(
         "this host has a GPU but its host file names no [actor.sglang] python: sampling with the embedded engine on CPU"
@@ -87,8 +89,18 @@ def chosen(recipe: Recipe, host: SglangHost) -> str:
 
 async def _sglang(recipe: Recipe, files: Mapping[str, bytes], config: Mapping[str, Any], host: SglangHost) -> Engine:
     from temper.actor.engines.sglang import SglangEngine
+    from temper.actor.engines.sglang_request import SUPPORT_LIMIT, TIES
 
-    shape = ServerShape(recipe.model.serving_dtype, recipe.engine.max_rows, recipe.model.max_length_tokens)
+    shape = ServerShape(
+        recipe.model.serving_dtype,
+        recipe.engine.max_rows,
+        recipe.model.max_length_tokens,
+        recipe.engine.routed_experts,
+    )
+    if recipe.sampling.top_k > SUPPORT_LIMIT - TIES:
+        raise ConfigError(
+            f"sampling.top_k = {recipe.sampling.top_k}: SGLang names at most {SUPPORT_LIMIT - TIES} ids of what truncation left"
+        )
     recompute = recipe.engine.kv_on_swap == "recompute"
     engine = SglangEngine(
         host,

@@ -246,6 +246,14 @@ class Llama:
     def prefill(self, tokens_PS: Tensor, past: Past | None = None) -> Tensor:
         """Keys and values f32[L, 2, P, K, S, D] of prompts from position 0, or of what follows `past`; right-padded to S
         (causal, so the padding reaches nothing before it)."""
+        return self._whole(tokens_PS, past)[0]
+
+    def logits(self, tokens_PS: Tensor) -> Tensor:
+        """f32[P, S, V] of whole prompts from position 0."""
+        return self._head(self._whole(tokens_PS, None, through=True)[1])
+
+    def _whole(self, tokens_PS: Tensor, past: Past | None, *, through: bool = False) -> tuple[Tensor, Tensor]:
+        """Keys and values, and the residual stream after the last layer (`through`) or before it."""
         s = self.shape
         prompts, size = tokens_PS.shape
         heads, kv, d = s.heads, s.kv_heads, s.head_dim
@@ -272,7 +280,7 @@ class Llama:
             turned = self._rotate(qkv[:, :, : heads + kv], cos, sin)
             found[index, 0] = turned[:, :, heads:].transpose(1, 2)
             found[index, 1] = qkv[:, :, heads + kv :].transpose(1, 2)
-            if index == last:
+            if index == last and not through:
                 break
             query = turned[:, :, :heads].transpose(1, 2)
             keys, values = found[index, 0], found[index, 1]
@@ -284,7 +292,7 @@ class Llama:
             )
             mixed = mixed.transpose(1, 2).reshape(prompts, size, heads * d).to(dtype)
             x = self._mlp(layer, _linear_add(x, mixed, layer.out, layer.out_bias, layer.out_adapters))
-        return found
+        return found, x
 
     def _qkv(self, layer: Layer, normed: Tensor, size: tuple[int, ...]) -> Tensor:
         qkv = _linear(normed, layer.qkv, layer.qkv_bias, layer.qkv_adapters).view(size)

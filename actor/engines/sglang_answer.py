@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from temper.actor.engines.base import Generation, SamplingParams
 from temper.common.errors import EngineError
 
@@ -14,13 +18,16 @@ Runs = list[tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer, or several joined: like `base.Generation`."""
+    """One answer, or several joined: like `base.Generation`. `retractions`: how often the server took its row back for
+    want of KV memory."""
 
     ids: list[int]
     logprobs: list[float]
     version_runs: Runs
     finish_reason: str
     support: list[list[int]] | None
+    experts: npt.NDArray[np.int16] | None = None
+    retractions: int = 0
 
     def followed_by(self, other: Answer) -> Answer:
         """Both in a row."""
@@ -31,18 +38,26 @@ class Answer:
             else:
                 runs.append((lineage, ordinal, count))
         support = None if self.support is None else self.support + (other.support or [])
-        return Answer(self.ids + other.ids, self.logprobs + other.logprobs, runs, other.finish_reason, support)
+        return Answer(
+            self.ids + other.ids,
+            self.logprobs + other.logprobs,
+            runs,
+            other.finish_reason,
+            support,
+            other.experts,  # of the whole sequence
+            self.retractions + other.retractions,
+        )
 
     def generation(self, budget: int) -> Generation:
         """As the engine returns it; an abort that left no budget is a length."""
         reason = self.finish_reason
         if reason == "abort" and len(self.ids) >= budget:
             reason = "length"
-        return Generation(self.ids, self.logprobs, self.version_runs, reason, self.support)  # type: ignore[arg-type]
+        return Generation(self.ids, self.logprobs, self.version_runs, reason, self.support, self.experts)  # type: ignore[arg-type]
 
 
-def parse(body: Any, params: SamplingParams) -> Answer:
-    """The answer to one request with `params`. EngineError names what is missing or wrong."""
+def parse(body: Any, params: SamplingParams, before: int = 0) -> Answer:
+    """The answer to one request of `before` tokens with `params`. EngineError names what is missing or wrong."""
     try:
         ids = [int(token) for token in body["output_ids"]]
         meta = body["meta_info"]
@@ -52,6 +67,8 @@ def parse(body: Any, params: SamplingParams) -> Answer:
         runs = [_run(span) for span in meta["weight_versions"]] if ids else []
         mask = meta.get("output_token_sampling_mask") if params.truncates else None
         processed = meta.get("output_token_sampling_logprobs") if params.truncates else None
+        routed = meta.get("routed_experts") if params.want_experts else None
+        retractions = int(meta.get("num_retractions") or 0)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(f"sglang: an answer without {type(error).__name__} {error}: {str(body)[:300]}") from error
     if reason not in ("stop", "length", "abort"):
@@ -76,7 +93,23 @@ def parse(body: Any, params: SamplingParams) -> Answer:
     support = None
     if params.want_support:
         support = [[int(token) for token in kept] for kept in mask or []]
-    return Answer(ids, logprobs, runs, reason, support)
+    experts = _experts(routed, before + len(ids) - 1) if params.want_experts else None
+    return Answer(ids, logprobs, runs, reason, support, experts, retractions)
+
+
+def _experts(routed: Any, rows: int) -> npt.NDArray[np.int16]:
+    """int16[rows, layers * experts per token] from base64 of int32s: all tokens but the last, which was not fed back."""
+    try:
+        flat = np.frombuffer(base64.b64decode(routed or "", validate=True), "<i4")
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise EngineError(f"sglang: routed experts that are none: {str(routed)[:100]}") from error
+    if rows < 1 or flat.size == 0 or flat.size % rows:
+        raise EngineError(
+            f"sglang: {flat.size} routed experts for {rows} tokens: they were asked for and are incomplete"
+        )
+    if flat.min() < 0 or flat.max() > np.iinfo(np.int16).max:
+        raise EngineError(f"sglang: routed experts from {flat.min()} to {flat.max()}")
+    return flat.astype(np.int16).reshape(rows, -1)
 
 
 def _run(span: Any) -> tuple[int, int, int]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 from temper.common.errors import EngineError
-from torch import Tensor
 
 ANSWER_LIMIT_BYTES = 64 * 1024 * 1024
 
@@ -74,13 +70,3 @@ class Client:
             raise ServerDown(f"sglang {path}: {type(error).__name__}: {error}") from error
         except ValueError as error:
             raise EngineError(f"sglang {path}: the answer is not JSON: {error}") from error
-
-
-def serialized(tensors: Sequence[tuple[str, Tensor]]) -> str:
-    """(name, CPU tensor) pairs as `update_weights_from_tensor` takes them: base64 of a plain pickle.
-
-    The only pickle that Temper makes, for its own loopback server; none is ever read.
-    """
-    buffer = io.BytesIO()
-    pickle.dump([(name, tensor) for name, tensor in tensors], buffer, protocol=4)
-    return base64.b64encode(buffer.getbuffer()).decode()

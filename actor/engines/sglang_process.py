@@ -1,8 +1,9 @@
 """An SGLang server as a child process: started from the host's own configuration, watched, ended with everything it started.
 
 Interpreter, flags and environment come from the host file, never from the recipe. The server gets the model's config from
-a private folder and random weights (`--load-format dummy`); the real ones reach it as updates. It listens on loopback with
-an admin key, its working folder is outside any checkout, it dies with its parent. Called by `sglang`.
+a private folder and random weights (`--load-format dummy`); the real ones reach it as updates. It listens on loopback (or
+where the host file says) with an admin key that no command line shows, its working folder is outside any checkout, it dies
+with its parent. `RunningServer` is one that somebody else started. Called by `sglang_server`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import signal
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from temper.actor.engines.sglang_host import ServerShape, SglangHost
 from temper.common.errors import EnvironmentFault
 from temper.common.log import log
 
@@ -34,52 +35,39 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True, slots=True)
-class SglangHost:
-    """[actor.sglang] of the host file. `python`: interpreter of SGLang's own environment. `flags`: appended to ours.
-
-    `cpu`: run without a GPU, with the flags and stand-ins that needs. `log_dir`: where the server's log goes.
-    """
-
-    python: str = ""
-    flags: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    cpu: bool = False
-    log_dir: str = ""
-    start_timeout_s: float = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServerShape:
-    """What the recipe says about the server."""
-
-    dtype: str
-    max_rows: int
-    max_length_tokens: int
-
-
 class ServerProcess:
     """One server. `start`, then wait for it with the client's health check; `stop` always."""
 
-    def __init__(self, host: SglangHost, shape: ServerShape, files: Mapping[str, bytes]) -> None:
-        self.host, self.shape = host, shape
-        self.admin_key = secrets.token_hex(16)
+    owned = True
+
+    def __init__(self, host: SglangHost, shape: ServerShape, files: Mapping[str, bytes], number: int = 0) -> None:
+        self.host, self.shape, self.number = host, shape, number
+        self.admin_key = "temper-" + secrets.token_hex(16)
         self.port = 0
         self._folder = Path(tempfile.mkdtemp(prefix="temper-sglang-"))
         self._model = self._folder / "model"
         self._model.mkdir()
         for name, data in files.items():
             (self._model / name).write_bytes(data)
-        folder = Path(host.log_dir) if host.log_dir else self._folder
+        folder = Path(host.log_dir or os.environ.get("TEMPER_LOG_DIR") or self._folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self.log_path = folder / f"sglang-{os.getpid()}.log"
+        self.log_path = folder / (f"sglang-{os.getpid()}-{number}.log" if number else f"sglang-{os.getpid()}.log")
+        self._secret = self._folder / "server.yaml"
+        self._secret.touch(mode=0o600)
+        self._secret.write_text(f"admin-api-key: {self.admin_key}\n", encoding="ascii")
         self._process: asyncio.subprocess.Process | None = None
         self._starting: asyncio.Future[asyncio.subprocess.Process] | None = None
 
     @property
     def url(self) -> str:
-        """Where it listens."""
-        return f"http://127.0.0.1:{self.port}"
+        """Where it is reached."""
+        everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+        return f"http://{everywhere.get(self.host.bind, self.host.bind)}:{self.port}"
+
+    @property
+    def where(self) -> str:
+        """For messages: where more is to be read."""
+        return f"see {self.log_path}"
 
     @property
     def exit_code(self) -> int | None:
@@ -119,14 +107,18 @@ class ServerProcess:
 
     def command(self) -> list[str]:
         """The command line."""
-        s = self.shape
+        s, h = self.shape, self.host
+        parallel = (("--tp-size", h.tp_size), ("--dp-size", h.dp_size), ("--ep-size", h.ep_size))
         return [
-            *(self.host.python, "-P", "-m", "sglang.launch_server", "--model-path", str(self._model)),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--admin-api-key", self.admin_key),
+            *(h.python, "-P", "-m", "sglang.launch_server", "--model-path", str(self._model)),
+            *("--host", h.bind, "--port", str(self.port), "--config", str(self._secret)),
             *("--load-format", "dummy", "--dtype", s.dtype, "--skip-tokenizer-init", "--skip-server-warmup"),
-            *("--max-running-requests", str(s.max_rows), "--context-length", str(s.max_length_tokens)),
-            *(CPU_FLAGS if self.host.cpu else ()),
-            *self.host.flags,
+            # one more than rows: the probe after a commit finds a place beside a full batch
+            *("--max-running-requests", str(s.max_rows + 1), "--context-length", str(s.max_length_tokens)),
+            *(("--enable-return-routed-experts",) if s.routed_experts else ()),
+            *(part for flag, size in parallel if size > 1 for part in (flag, str(size))),
+            *(CPU_FLAGS if h.cpu else ()),
+            *h.flags,
         ]
 
     def tail(self) -> str:
@@ -160,6 +152,38 @@ class ServerProcess:
         """`kill`, and remove its folder."""
         await self.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class RunningServer:
+    """A server that somebody else runs: it is used, never started or ended."""
+
+    owned = False
+    exit_code: int | None = None
+
+    def __init__(self, url: str, admin_key: str) -> None:
+        self.url, self.admin_key = url.rstrip("/"), admin_key
+
+    @property
+    def where(self) -> str:
+        """For messages: where more is to be read."""
+        return f"see the log of {self.url}"
+
+    async def start(self) -> None:
+        """It runs already."""
+
+    async def wait(self) -> int:
+        """For ever: its end shows in its health only."""
+        return await asyncio.get_running_loop().create_future()
+
+    def tail(self) -> str:
+        """Its log is elsewhere."""
+        return ""
+
+    async def kill(self) -> None:
+        """It is not ours."""
+
+    async def stop(self) -> None:
+        """It is not ours."""
 
 
 def free_port() -> int:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from temper.actor.engines import sglang
+from temper.actor.engines import sglang_server
 from temper.actor.engines.base import Cancel, GenerateRequest, SamplingParams
 from temper.actor.engines.sglang import SglangEngine
-from temper.actor.engines.sglang_process import ServerShape, SglangHost
+from temper.actor.engines.sglang_host import ServerShape, SglangHost
 from temper.common.bits import TensorBits, Weights, seal
 from temper.common.delta import encode, stage
 from temper.common.errors import EngineError, EnvironmentFault
@@ -36,14 +36,22 @@ def ask(**params: Any) -> GenerateRequest:
     return GenerateRequest([1, 2], SamplingParams(**({"max_new_tokens": 6} | params)))
 
 
-def made(folder: Path, *, recompute: bool = False, **environment: str) -> SglangEngine:
-    host = SglangHost(
-        python=sys.executable,
-        environment={"PYTHONPATH": str(STUB), **environment},
-        log_dir=str(folder),
-        start_timeout_s=60,
-    )
-    return SglangEngine(host, ServerShape("float32", 4, 512), {"config.json": b"{}"}, 64, recompute=recompute)
+def made(
+    folder: Path,
+    *,
+    recompute: bool = False,
+    host: dict[str, Any] | None = None,
+    experts: bool = False,
+    **environment: str,
+) -> SglangEngine:
+    described = {
+        "python": sys.executable,
+        "environment": {"PYTHONPATH": str(STUB), **environment},
+        "log_dir": str(folder),
+        "start_timeout_s": 60,
+    } | (host or {})
+    shape = ServerShape("float32", 4, 512, experts)
+    return SglangEngine(SglangHost(**described), shape, {"config.json": b"{}"}, 64, recompute=recompute)
 
 
 @contextlib.asynccontextmanager
@@ -57,9 +65,12 @@ async def running(folder: Path, **options: Any) -> AsyncIterator[SglangEngine]:
         await engine.close()
 
 
+async def told(engine: SglangEngine, number: int = 0, **how: Any) -> Any:
+    return await engine.fleet.servers[number].client.post("/misbehave", how)
+
+
 async def misbehave(engine: SglangEngine, **how: Any) -> list[str]:
-    answer = await engine._there().post("/misbehave", how)
-    return list(answer["calls"])
+    return list((await told(engine, **how))["calls"])
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -81,8 +92,8 @@ def play(scenario: Callable[[], Awaitable[None]]) -> None:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "BACKOFF_S", (0.05,))
-    monkeypatch.setattr(sglang, "POLL_S", 0.1)
+    monkeypatch.setattr(sglang_server, "BACKOFF_S", (0.05,))
+    monkeypatch.setattr(sglang_server, "POLL_S", 0.1)
 
 
 def test_generation_updates_and_cancelling(tmp_path: Path) -> None:
@@ -131,6 +142,8 @@ def test_domains_call_it_from_their_own_threads(tmp_path: Path) -> None:
 
 
 def test_a_500_is_tried_again_and_a_bad_request_is_not(tmp_path: Path) -> None:
+    """One of 16 generation requests returns HTTP 500 -> 15 delivered, 1 retried."""
+
     async def scenario() -> None:
         async with running(tmp_path) as engine:
             await misbehave(engine, status=1)
@@ -168,6 +181,9 @@ def test_an_abort_that_nobody_asked_for_is_continued(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["refuse", "lose"])
 def test_an_update_that_is_not_taken_is_noticed_and_mended_by_a_full_copy(tmp_path: Path, how: str) -> None:
+    """An engine answers (False, message) to a delta and the sender moves on; or the version rises although nothing was
+    transferred; or generation stays paused after it -> the version is not served, a full copy mends it, generation goes on."""
+
     async def scenario() -> None:
         async with running(tmp_path) as engine:
             running_ = asyncio.ensure_future(engine.generate(ask(max_new_tokens=300)))
@@ -200,7 +216,7 @@ def test_a_model_that_cannot_be_read_is_checked_by_its_checksum(tmp_path: Path) 
             assert (await engine.generate(ask())).version_runs == [(5, 3, 6)]
             with pytest.raises(EngineError):
                 await misbehave(engine, die=True)
-            await until(lambda: engine.restarts == 1)
+            await until(lambda: engine.counts.restarts == 1)
             assert (await engine.generate(ask())).version_runs == [(5, 3, 6)]  # the same weights again
 
     play(scenario)
@@ -226,28 +242,30 @@ def test_a_killed_server_comes_back_with_its_weights_and_nothing_is_lost(tmp_pat
                 await misbehave(engine, die=True)
             for one in await asyncio.gather(*under_way):
                 assert one.ids[0] == 7 and one.version_runs == [(5, 0, 50)]
-            assert engine.restarts == 1 and engine.failure is None
+            assert engine.counts.restarts == 1 and engine.failure is None
 
     play(scenario)
 
 
 def test_a_deaf_server_is_killed_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "HEALTH_EVERY_S", 0.1)
-    monkeypatch.setattr(sglang, "HEALTH_TIMEOUT_S", 2.0)
-    monkeypatch.setattr(sglang, "HEALTH_FAILURES", 2)
+    monkeypatch.setattr(sglang_server, "HEALTH_EVERY_S", 0.1)
+    monkeypatch.setattr(sglang_server, "HEALTH_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(sglang_server, "HEALTH_FAILURES", 2)
 
     async def scenario() -> None:
         async with running(tmp_path) as engine:
             deaf = asyncio.ensure_future(misbehave(engine, deaf=True))
             with contextlib.suppress(EngineError):
                 await deaf
-            await until(lambda: engine.restarts)
+            await until(lambda: engine.counts.restarts)
             assert (await engine.generate(ask())).version_runs == [(5, 0, 6)]
 
     play(scenario)
 
 
 def test_a_server_that_never_starts_is_an_environment_fault(tmp_path: Path) -> None:
+    """A child exits at once during launch; the launcher waits out its whole timeout -> it fails at once, its last lines shown."""
+
     async def scenario() -> None:
         engine = made(tmp_path, STUB_DIES="1")
         with pytest.raises(EnvironmentFault, match="did not become ready in 3 starts"):
@@ -270,7 +288,7 @@ def test_a_server_beyond_repair_fails_every_request(tmp_path: Path, monkeypatch:
             async def broken() -> None:
                 raise EnvironmentFault("the card is gone")
 
-            monkeypatch.setattr(engine, "_launch", broken)
+            monkeypatch.setattr(engine.fleet.servers[0], "start", broken)
             with pytest.raises(EngineError):
                 await misbehave(engine, die=True)
             with pytest.raises(EngineError):
@@ -280,5 +298,183 @@ def test_a_server_beyond_repair_fails_every_request(tmp_path: Path, monkeypatch:
                 await engine.generate(ask())
             with pytest.raises(EngineError, match="the card is gone"):
                 await engine.apply(update(weights(1)))
+
+    play(scenario)
+
+
+def test_a_request_is_aborted_alone(tmp_path: Path) -> None:
+    """A server aborts every request whose id begins with the one named: ids are made so that none does."""
+
+    async def scenario() -> None:
+        async with running(tmp_path, STUB_STEP_S="0.01") as engine:
+            for _ in range(2):
+                await engine.generate(ask(max_new_tokens=1))
+            cancels = [Cancel() for _ in range(4)]
+            under_way = [asyncio.ensure_future(engine.generate(ask(max_new_tokens=60), each)) for each in cancels]
+            await until(lambda: engine.counts.rows == 4)
+            cancels[0].set()
+            ended = await asyncio.gather(*under_way)
+            assert [one.finish_reason for one in ended] == ["abort", "length", "length", "length"]
+            ids = [body["rid"] for body in (await told(engine))["bodies"]]
+            assert len(set(ids)) == len(ids) == 6 and len({len(each) for each in ids}) == 1
+
+    play(scenario)
+
+
+def test_two_servers_share_the_load_and_one_may_die(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, host={"count": 2}, STUB_STEP_S="0.01") as engine:
+            under_way = [asyncio.ensure_future(engine.generate(ask(max_new_tokens=40))) for _ in range(8)]
+            await until(lambda: engine.counts.rows == 8)
+            assert [server.rows for server in engine.fleet.servers] == [4, 4]
+            with pytest.raises(EngineError):
+                await told(engine, 1, die=True)
+            assert [len(one.ids) for one in await asyncio.gather(*under_way)] == [40] * 8
+            chain = weights(1, weights(0))
+            assert await engine.apply(update(chain, weights(0))) == chain.version.digest  # also while one is away
+            await until(lambda: engine.fleet.servers[1].open)
+            assert engine.counts.restarts == 1 and engine.trouble == ""
+            many = await asyncio.gather(*(engine.generate(ask()) for _ in range(8)))
+            assert {one.version_runs[0] for one in many} == {(5, 1, 6)}
+            for number in (0, 1):
+                bodies = (await told(engine, number))["bodies"]
+                assert any(body.get("extra_key") == "5:1" for body in bodies)
+
+    play(scenario)
+
+
+def test_one_of_two_that_refuses_an_update_is_replaced(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, host={"count": 2}) as engine:
+            await told(engine, 0, lose=1)
+            await engine.apply(update(weights(1, weights(0)), weights(0)))
+            assert [server.open for server in engine.fleet.servers] == [False, True]
+            assert (await engine.generate(ask())).version_runs == [(5, 1, 6)]
+            await until(lambda: engine.fleet.servers[0].open)
+            assert engine.counts.restarts == 1
+
+    play(scenario)
+
+
+def test_it_attaches_to_running_servers_and_a_router(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as other:
+            place = other.fleet.servers[0].place
+            key = tmp_path / "key"
+            key.write_text(place.admin_key + "\n")
+            pid = (await told(other))["pid"]
+            host = {"python": "", "servers": (place.url,), "router": place.url, "admin_key_file": str(key)}
+            engine = made(tmp_path, host=host)
+            await engine.start()
+            try:
+                await engine.apply(update(weights(3)))
+                assert (await engine.generate(ask())).version_runs == [(5, 3, 6)]
+                cancel = Cancel()
+                long = asyncio.ensure_future(engine.generate(ask(max_new_tokens=400), cancel))
+                await until(lambda: engine.counts.rows)
+                cancel.set()
+                assert (await long).finish_reason == "abort"
+            finally:
+                await engine.close()
+            assert (await told(other))["pid"] == pid  # it was not ours to end
+            wrong = made(tmp_path, host=host | {"admin_key_file": ""})
+            with pytest.raises(EnvironmentFault, match="admin key"):
+                await wrong.start()
+            await wrong.close()
+
+    play(scenario)
+
+
+def test_retractions_are_counted_and_experts_come_whole(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, experts=True) as engine:
+            await told(engine, retract=2)
+            routed = await engine.generate(ask(want_experts=True))
+            assert routed.experts is not None and routed.experts.shape == (2 + 6 - 1, 4)
+            assert routed.experts.dtype == np.int16 and engine.caps.routed_experts
+            assert (await engine.generate(ask())).experts is None
+            assert engine.counts.retractions == 2
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("transfer", ["shared", "copy", "disk"])
+def test_weights_reach_it_in_every_way(tmp_path: Path, transfer: str) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, host={"transfer": transfer}) as engine:
+            first, new = weights(0), weights(1, weights(0))
+            await engine.apply(update(new, first))
+            assert (await engine.generate(ask())).version_runs == [(5, 1, 6)]
+            calls = await misbehave(engine)
+            path = "/update_weights_from_disk" if transfer == "disk" else "/update_weights_from_tensor"
+            assert calls.count(path) == 2
+            found = await engine.fleet.servers[0].client.post("/get_weights_by_name", {"name": "a", "truncate_size": 2})
+            assert found == [[1.0, 1.0], [1.0, 1.0]]
+
+    play(scenario)
+
+
+def test_a_start_takes_its_time_and_its_key_stays_off_the_command_line(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, STUB_STARTING="3") as engine:
+            calls = await misbehave(engine)
+            assert calls[:4].count("/health") == 4
+            pid = (await told(engine))["pid"]
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+            place = engine.fleet.servers[0].place
+            assert place.admin_key not in command and "127.0.0.1" in command
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"STUB_LENGTH": "100"}, "--context-length 512"),
+        ({"STUB_VERSION": "0.9.0", "STUB_LACKS": "1"}, "lacks /abort_request"),
+    ],
+)
+def test_a_server_that_cannot_do_it_is_named(tmp_path: Path, environment: dict[str, str], named: str) -> None:
+    async def scenario() -> None:
+        engine = made(tmp_path, **environment)
+        with pytest.raises(EnvironmentFault, match=named):
+            await engine.start()
+        await engine.close()
+
+    play(scenario)
+
+
+def test_another_version_is_probed_and_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, STUB_VERSION="0.6.1") as engine:
+            assert len((await engine.generate(ask())).ids) == 6
+
+    play(scenario)
+    assert "is version 0.6.1, tested is" in capsys.readouterr().err
+
+
+def test_a_hung_scheduler_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It still answers, with 503, and generates nothing."""
+    monkeypatch.setattr(sglang_server, "HEALTH_EVERY_S", 0.1)
+
+    async def scenario() -> None:
+        async with running(tmp_path) as engine:
+            await told(engine, hung=True)
+            assert (await engine.generate(ask())).version_runs == [(5, 0, 6)]
+            assert engine.counts.restarts == 1
+
+    play(scenario)
+
+
+def test_one_that_dies_again_and_again_is_given_up_with_its_cause(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = made(tmp_path, STUB_SHORT="1")
+        await engine.start()
+        try:
+            await until(lambda: engine.failure is not None)
+            assert "5 times in a row soon after its start" in str(engine.failure)
+            assert "exit code 1" in str(engine.failure)
+        finally:
+            await engine.close()
 
     play(scenario)

@@ -1,164 +1,272 @@
-"""The SGLang engine against the real server, on CPU: the same log-probabilities as transformers, over updates in flight.
+"""The SGLang engine against the real server on CPU: the distribution sampled from, updates in flight, failures.
 
-Needs `temper engine install --cpu`; without it these tests are skipped, and say so.
+Two models, a server each, one after the other: the demo's own Llama (so that `temper check engine` fits it) and a Qwen3.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import copy
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from temper.actor.engines.base import Cancel, GenerateRequest, Generation, SamplingParams
-from temper.actor.engines.sglang import SglangEngine
-from temper.actor.engines.sglang_home import completed, installed
-from temper.actor.engines.sglang_process import ServerShape, SglangHost
-from temper.common.bits import TensorBits, Weights, seal
-from temper.common.delta import encode, stage
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from temper.actor.engines.base import Cancel
+from temper.actor.engines.sglang_weights import packed
+from temper.cli.check import main as check_main
+from temper.common import recipe as recipes
+from temper.common.errors import EngineError
+from temper.learner import models
+from transformers import AutoModelForCausalLM, Qwen3Config
 
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(installed() is None, reason="SGLang is not installed: temper engine install --cpu"),
-]
+sys.path.insert(0, str(Path(__file__).parent))
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "tie_word_embeddings": True,
-}
-CONFIGS = {"llama": LlamaConfig(**SIZES), "qwen3": Qwen3Config(**SIZES, head_dim=32)}
-PROMPT = [5, 6, 7, 8]
+from sglang_live import LENGTH, LINEAGE, Live, ask, gap, need_sglang, replay
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+CLOSE = 1e-5  # nats
+DEMO = [f"--model.max_length_tokens={LENGTH}"]
 _make: Any = AutoModelForCausalLM.from_config
 
 
-def model_of(config: Any) -> Any:
+def shaken(model: Any) -> Any:
+    """Weights that give distinct distributions."""
     torch.manual_seed(3)
-    model = _make(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return model.eval()
 
 
-def changed(model: Any, number: int) -> None:
-    """A step: three tensors change, one of them fused in the engine."""
-    torch.manual_seed(number)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("0.self_attn.k_proj.weight", "1.mlp.up_proj.weight", "model.norm.weight")):
-                parameter.add_(torch.randn_like(parameter) * 0.05)
+def llama() -> tuple[Any, dict[str, bytes]]:
+    loaded = models.load(recipes.load("demo", DEMO).model, 0, Path("/nonexistent"))
+    return shaken(loaded.model), loaded.bundle_files
 
 
-def sealed(model: Any, ordinal: int, base: Weights | None = None) -> Weights:
-    tensors = {name: TensorBits.of(p.detach().numpy().copy()) for name, p in model.named_parameters()}
-    return seal(ordinal, 5, tensors, base)
+def qwen3() -> tuple[Any, dict[str, bytes]]:
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=LENGTH,
+        bos_token_id=None,
+        eos_token_id=0,
+        tie_word_embeddings=True,
+    )
+    model = shaken(_make(config))
+    settings = config.to_dict() | {"architectures": [type(model).__name__]}
+    return model, {"config.json": json.dumps(settings).encode()}
 
 
-def gap(model: Any, made: Generation, temperature: float = 1.0, first: int | None = None) -> float:
-    """Largest difference to transformers' log-probabilities, over the first `first` tokens."""
-    with torch.no_grad():
-        logits = model(torch.tensor([PROMPT + made.ids])).logits[0] / temperature
-    worst = 0.0
-    for at, (token, logprob) in enumerate(zip(made.ids[:first], made.logprobs, strict=False)):
-        row = logits[len(PROMPT) - 1 + at]
-        if made.support is not None:
-            row = torch.full_like(row, -torch.inf).index_copy_(
-                0, torch.tensor(made.support[at]), row[torch.tensor(made.support[at])]
-            )
-        worst = max(worst, abs(float(torch.log_softmax(row, -1)[token]) - logprob))
-    return worst
+MODELS = {"llama": llama, "qwen3": qwen3}
 
 
-def ask(**params: Any) -> GenerateRequest:
-    return GenerateRequest(PROMPT, SamplingParams(**({"max_new_tokens": 12} | params)))
+@pytest.fixture(scope="module", params=list(MODELS))
+def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """One server for all tests of a model."""
+    need_sglang()
+    made = Live(*MODELS[request.param](), tmp_path_factory.mktemp(request.param))
+    yield made
+    made.close()
 
 
-@contextlib.asynccontextmanager
-async def served(config: Any, folder: Path) -> AsyncIterator[SglangEngine]:
-    settings = config.to_dict() | {"architectures": [type(model_of(config)).__name__]}
-    host = completed(SglangHost(environment={"OMP_NUM_THREADS": "1"}, log_dir=str(folder)))
-    files = {"config.json": json.dumps(settings).encode()}
-    engine = SglangEngine(host, ServerShape("float32", 16, 256), files, 64, recompute=False)
+def only(live: Live, name: str) -> None:
+    """What is no matter of the architecture is tested with one."""
+    if not live.folder.name.startswith(name):
+        pytest.skip(f"tested with {name}")
+
+
+def test_log_probabilities_are_those_of_the_distribution_sampled(live: Live) -> None:
+    async def scenario() -> None:
+        engine, model, ordinal = live.engine, live.model, live.ordinal
+        many = await asyncio.gather(*(engine.generate(ask(seed=seed)) for seed in range(20)))
+        assert max(gap(model, ask(), one) for one in many) < CLOSE
+        assert len({tuple(one.ids) for one in many}) > 10  # distinct samples of one prompt
+        assert all(one.version_runs == [(LINEAGE, ordinal, len(one.ids))] for one in many)
+        for params in (
+            {"temperature": 0.6},
+            {"temperature": 1.3, "top_k": 6, "want_support": True},
+            {"top_p": 0.8, "want_support": True},
+            {"temperature": 0.7, "min_p": 0.1, "want_support": True},
+            {"top_k": 9, "top_p": 0.9, "min_p": 0.02, "want_support": True},
+        ):
+            made = await engine.generate(ask(**params))
+            assert gap(model, ask(**params), made) < CLOSE, params
+            if params.get("want_support"):
+                assert made.support is not None and min(map(len, made.support)) < live.vocabulary
+        greedy = await engine.generate(ask(temperature=0.0))
+        stop = greedy.ids[1]
+        stopped = await engine.generate(ask(temperature=0.0, stop_token_ids=(stop,)))
+        assert stopped.finish_reason == "stop" and stopped.ids == greedy.ids[: greedy.ids.index(stop) + 1]
+        assert greedy.finish_reason == "length" or greedy.ids[-1] == 0
+
+    live.run(scenario())
+
+
+def test_updates_in_flight_keep_the_log_probabilities_right(live: Live) -> None:
+    async def scenario() -> None:
+        engine, model = live.engine, live.model
+        for _ in range(3):
+            requests = [ask(max_new_tokens=150, seed=seed) for seed in range(6)]
+            running = [asyncio.ensure_future(engine.generate(each)) for each in requests]
+            await engine.generate(ask(max_new_tokens=3))  # the others are under way
+            before, old = copy.deepcopy(model), live.ordinal
+            live.change()
+            update = await live.publish()
+            assert len(update.changed) == 3
+            fresh = await asyncio.gather(*(engine.generate(ask(seed=seed)) for seed in range(4)))
+            assert all(one.version_runs == [(LINEAGE, old + 1, len(one.ids))] for one in fresh)
+            assert max(gap(model, ask(), one) for one in fresh) < CLOSE
+            for each, one in zip(requests, await asyncio.gather(*running), strict=True):
+                lineage, first, _ = one.version_runs[0]
+                assert (lineage, first) == (LINEAGE, old)
+                assert replay({old: before, old + 1: model}, each, one) < CLOSE  # every token, over the kept cache
+        assert engine.fleet.gap_nats < CLOSE
+
+    live.run(scenario())
+
+
+def test_a_new_request_meets_no_keys_of_old_weights(live: Live) -> None:
+    """A key/prefix cache of old weights is reused -> the first token's log-probability after a swap is a fresh engine's."""
+
+    async def scenario() -> None:
+        prompt = [1 + at % 20 for at in range(120)]
+        for _ in range(2):
+            await live.engine.generate(ask(prompt, max_new_tokens=2))  # leaves its keys in the prefix cache
+            live.change()
+            await live.publish()
+            made = await live.engine.generate(ask(prompt, max_new_tokens=2))
+            assert gap(live.model, ask(prompt), made) < CLOSE
+
+    live.run(scenario())
+
+
+def test_an_abort_keeps_what_there_was_and_another_one_goes_on(live: Live) -> None:
+    only(live, "llama")
+
+    async def scenario() -> None:
+        engine, client = live.engine, live.engine.fleet.servers[0].client
+        cancel, request = Cancel(), ask(max_new_tokens=200, temperature=1.5)
+        mine = asyncio.ensure_future(engine.generate(request, cancel))
+        other = asyncio.ensure_future(engine.generate(request))
+        await engine.generate(ask(max_new_tokens=3))
+        cancel.set()
+        aborted = await mine
+        assert aborted.finish_reason in ("abort", "stop") and gap(live.model, request, aborted) < CLOSE
+        await client.post("/abort_request", {"rid": engine._requests.prefix})  # nobody here asked for that
+        whole = await other
+        assert whole.finish_reason == "stop" or len(whole.ids) == 200
+        assert gap(live.model, request, whole) < CLOSE
+
+    live.run(scenario())
+
+
+@pytest.mark.parametrize("way", ["retract", "copy", "disk"])
+def test_other_ways_to_bring_weights(live: Live, way: str, tmp_path: Path) -> None:
+    """Retracted instead of in place; copied into the request instead of shared; from disk."""
+    only(live, "llama")
+
+    async def scenario() -> None:
+        host = {"transfer": "disk", "disk_dir": str(tmp_path)} if way == "disk" else {}
+        host |= {"transfer": "copy"} if way == "copy" else {}
+        engine = await live.attached(recompute=way == "retract", **host)
+        try:
+            await engine.apply(live.update(whole=True))
+            running = asyncio.ensure_future(engine.generate(ask(max_new_tokens=120)))
+            await engine.generate(ask(max_new_tokens=3))
+            live.change()
+            update = live.update()
+            assert await engine.apply(update) == update.digest
+            made = await engine.generate(ask())
+            assert gap(live.model, ask(), made) < CLOSE
+            old = (await running).version_runs
+            assert old[0][:2] == (LINEAGE, live.ordinal - 1) and old[-1][1] <= live.ordinal
+        finally:
+            await engine.close()
+        await live.engine.apply(live.update(whole=True))
+
+    live.run(scenario())
+
+
+def test_weights_that_are_not_what_they_should_be_are_found(live: Live) -> None:
+    """What reading three tensors back may miss, the probe's log-probabilities show."""
+    only(live, "llama")
+
+    async def scenario() -> None:
+        fleet = live.engine.fleet
+        server, version = fleet.servers[0], live.engine.version
+        assert version is not None and fleet._probe is not None
+        assert await fleet._probe.check(server.client, version) < CLOSE
+        name = "model.layers.1.mlp.down_proj.weight"
+        wrong = fleet.mirror.tensor(name) * 1.5
+        body = {
+            "serialized_named_tensors": packed([(name, wrong)], shared=False),
+            "weight_version": f"{LINEAGE}:{live.ordinal}",
+            "flush_cache": False,
+        }
+        for path, content in (
+            ("begin_weight_update", {}), ("update_weights_from_tensor", body), ("end_weight_update", {})
+        ):  # fmt: skip
+            await server.client.command(f"/{path}", content, timeout_s=60)
+        with pytest.raises(EngineError, match="computes other log-probabilities"):
+            await fleet._probe.check(server.client, version)
+        await live.engine.apply(live.update(whole=True))
+        assert gap(live.model, ask(), await live.engine.generate(ask())) < CLOSE
+
+    live.run(scenario())
+
+
+def test_check_engine_compares_the_real_server_over_updates(
+    live: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only(live, "llama")
+    place = live.engine.fleet.servers[0].place
+    (tmp_path / "key").write_text(place.admin_key)
+    host = tmp_path / "host.toml"
+    host.write_text(f'[actor.sglang]\nservers = ["{place.url}"]\nadmin_key_file = "{tmp_path / "key"}"\n')
+    sampling = ["--sampling.temperature=0.8", "--sampling.top_p=0.9"]
+    arguments = ["engine", "demo", "--engine.kind=sglang", "--engine.max_rows=8", *DEMO, *sampling, "--host", str(host)]
     try:
-        await engine.start()
-        yield engine
+        assert check_main(arguments) == 0
     finally:
-        await engine.close()
+        live.run(live.engine.apply(live.update(whole=True)))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[:4]] == [f"after {n} updates" for n in range(4)]
+    assert lines[4].startswith("engine: fine")
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
-def test_sampling_and_updates_in_flight(name: str, tmp_path: Path) -> None:
+def test_sigkill_of_the_server_mid_generation_loses_nothing(live: Live) -> None:
+    """kill -9 of the scheduler with rollouts in flight: the server is replaced, gets its weights, every request ends whole."""
+    only(live, "llama")
+
     async def scenario() -> None:
-        model = model_of(CONFIGS[name])
-        async with served(CONFIGS[name], tmp_path) as engine:
-            held = sealed(model, 0)
-            assert await engine.apply(stage(list(encode(None, held)), None)) == held.version.digest
-            many = await asyncio.gather(*(engine.generate(ask(seed=seed)) for seed in range(20)))
-            assert max(gap(model, one) for one in many) < 1e-5
-            assert len({tuple(one.ids) for one in many}) > 10
-            assert all(one.version_runs == [(5, 0, len(one.ids))] for one in many)
-            assert gap(model, await engine.generate(ask(temperature=0.6)), 0.6) < 1e-5
-            truncated = await engine.generate(ask(temperature=1.3, top_k=6, top_p=0.9, want_support=True))
-            assert truncated.support is not None and max(map(len, truncated.support)) <= 6
-            assert gap(model, truncated, 1.3) < 1e-5
-            greedy = await engine.generate(ask(temperature=0.0))
-            stop = greedy.ids[1]
-            stopped = await engine.generate(ask(temperature=0.0, stop_token_ids=(stop,)))
-            assert stopped.finish_reason == "stop" and stopped.ids == greedy.ids[: greedy.ids.index(stop) + 1]
-            for ordinal in (1, 2, 3):
-                running = [asyncio.ensure_future(engine.generate(ask(max_new_tokens=150, seed=s))) for s in range(6)]
-                await engine.generate(ask(max_new_tokens=3))  # the others are under way
-                before = model_of(CONFIGS[name])
-                before.load_state_dict(model.state_dict())
-                changed(model, ordinal)
-                new = sealed(model, ordinal, held)
-                update = stage(list(encode(held, new)), held)
-                assert len(update.changed) == 3
-                await engine.apply(update)
-                fresh = await asyncio.gather(*(engine.generate(ask(seed=s)) for s in range(4)))
-                assert all(one.version_runs == [(5, ordinal, len(one.ids))] for one in fresh)
-                assert max(gap(model, one) for one in fresh) < 1e-5
-                for one in await asyncio.gather(*running):
-                    lineage, first, count = one.version_runs[0]
-                    assert (lineage, first) == (5, ordinal - 1) and gap(before, one, first=count) < 1e-5
-                held = new
-            cancel = Cancel()
-            long = asyncio.ensure_future(engine.generate(ask(max_new_tokens=240), cancel))
-            await engine.generate(ask(max_new_tokens=3))
-            cancel.set()
-            assert (await long).finish_reason in ("abort", "stop")
+        engine = live.engine
+        live.change()
+        await live.publish()
+        requests = [ask(max_new_tokens=200, seed=seed, temperature=1.2) for seed in range(4)]
+        under_way = [asyncio.ensure_future(engine.generate(each)) for each in requests]
+        await engine.generate(ask(max_new_tokens=3))
+        process = engine.fleet.servers[0].place._process  # type: ignore[union-attr]
+        assert process is not None
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        os.kill(max(family, key=lambda each: each.memory_info().rss).pid, signal.SIGKILL)
+        for each, one in zip(requests, await asyncio.gather(*under_way), strict=True):
+            assert one.finish_reason == "stop" or len(one.ids) == 200
+            assert gap(live.model, each, one) < CLOSE
+            assert {ordinal for _, ordinal, _ in one.version_runs} == {live.ordinal}
+        assert engine.counts.restarts == 1
+        psutil.wait_procs(family, timeout=10)
+        assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
-    asyncio.run(scenario())
-
-
-def test_a_killed_server_comes_back(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        model = model_of(CONFIGS["llama"])
-        async with served(CONFIGS["llama"], tmp_path) as engine:
-            held = sealed(model, 0)
-            await engine.apply(stage(list(encode(None, held)), None))
-            under_way = [asyncio.ensure_future(engine.generate(ask(max_new_tokens=200, seed=s))) for s in range(4)]
-            await engine.generate(ask(max_new_tokens=3))
-            assert engine._server._process is not None
-            os.killpg(engine._server._process.pid, signal.SIGKILL)
-            for one in await asyncio.gather(*under_way):
-                assert gap(model, one) < 1e-5 and {o for _, o, _ in one.version_runs} == {0}
-            assert engine.restarts == 1
-
-    asyncio.run(scenario())
+    live.run(scenario(), 250)

@@ -21,6 +21,7 @@ from temper.actor.packing import META_ROOM_BYTES, OversizedSample, pack_samples
 from temper.actor.text import Text
 from temper.common.arrays import unpack_arrays
 from temper.common.config import DomainConfig, Model, Recipe, Sampling
+from temper.common.config import Engine as EngineConfig
 from temper.common.domains import Completion, Driver, Grader, Score, SingleTurn, Split, Task, derive_seed
 from temper.common.errors import ConfigError, EngineError
 from temper.common.schema import Lease, SandboxJob, Verdict, Version
@@ -304,6 +305,24 @@ def test_packed_samples_come_back_as_they_were() -> None:
         ids = [arrays["support_ids"][a:b].tolist() for a, b in itertools.pairwise(offsets)]
         assert ids == [[], [], [], [], [11, 9], [0, 9]]
     assert len(arrays["support_cu"]) == cu[-1] + 1
+
+
+def test_routed_experts_travel_with_their_tokens() -> None:
+    """Two layers of two experts: a row for each token that was fed back, -1 for the last one."""
+
+    def answer(request: GenerateRequest) -> Generation:
+        assert request.sampling.want_experts
+        rows = len(request.ids) + 2 - 1
+        experts = np.arange(rows * 4, dtype=np.int16).reshape(rows, 4)
+        return Generation([11, 9], [-0.5, -0.25], [(77, 3, 2)], "stop", None, experts)
+
+    recipe = replace(RECIPE, engine=EngineConfig(routed_experts=True))
+    result = run(Toy(), recipe=recipe, engine=Echo(answer))
+    [(body, frames)] = pack_samples(LEASE, result.samples)
+    arrays = unpack_arrays(body.arrays, frames)
+    assert arrays["routed_experts"].shape == (len(arrays["tokens"]), 4)
+    first = arrays["routed_experts"][: int(arrays["cu_seqlens"][1])]
+    assert (first[-1] == -1).all() and first[:-1].flatten().tolist() == list(range(first[:-1].size))
 
 
 def test_many_samples_are_split_below_the_metas_limit() -> None:

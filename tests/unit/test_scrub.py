@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from temper.actor.engines.sglang_weights import Mirror
 from temper.actor.scrub import Scrub
 from temper.actor.weights import WeightClient
 from temper.common import delta
@@ -85,5 +86,25 @@ def test_an_engine_that_cannot_say_is_left_alone() -> None:
         for _ in range(3):
             await scrub.look()
         assert not client.reseeds
+
+    asyncio.run(scenario())
+
+
+def test_a_copy_that_the_engine_keeps_anyway_is_the_host_copy() -> None:
+    """One host copy, not two: SGLang's mirror serves as the base that the next delta is verified against."""
+
+    async def scenario() -> None:
+        client = WeightClient(Nobody())
+        mirror = Mirror()
+        held: Weights | None = None
+        for ordinal in range(3):
+            new = seal(ordinal, 1, dict(version(ordinal).tensors), held)
+            update = delta.stage(delta.encode(held, new), client.weights)
+            mirror.overwrite(update)
+            await client.commit(update, update.digest, mirror.bits)
+            assert client.weights is not None and client.version == new.version
+            assert client.weights.tensors["b"].bits is mirror.bits("b")
+            held = new
+        assert set(client.weights.tensors) == {"a", "b"}
 
     asyncio.run(scenario())

@@ -14,7 +14,9 @@ import torch
 from temper.actor.engines.base import EngineCaps, SamplingParams
 from temper.actor.engines.factory import check_caps, chosen
 from temper.actor.engines.sglang_answer import Answer, parse
-from temper.actor.engines.sglang_process import CPU_SHIMS, ServerProcess, ServerShape, SglangHost
+from temper.actor.engines.sglang_host import ServerShape, SglangHost
+from temper.actor.engines.sglang_process import CPU_SHIMS, ServerProcess
+from temper.actor.engines.sglang_request import SUPPORT_LIMIT, TIES, Requests, body_of
 from temper.actor.engines.sglang_weights import BUCKET_BYTES, Mirror
 from temper.common.bits import TensorBits, seal
 from temper.common.config import Engine, Recipe, Run, Sampling
@@ -72,6 +74,7 @@ def test_a_complete_answer() -> None:
 def test_an_incomplete_answer_is_an_error(
     change: Callable[[dict[str, Any]], None], params: SamplingParams, named: str
 ) -> None:
+    """Fewer log-probs than tokens, no mask for a truncated distribution, ... -> rejected with a reason."""
     with pytest.raises(EngineError, match=named):
         parse(changed(change), params)
 
@@ -137,12 +140,30 @@ def test_the_recipe_is_checked_against_the_engine() -> None:
 
 
 def test_the_command_line_comes_from_host_and_recipe() -> None:
-    host = SglangHost(python="/x/python", flags=("--tp-size", "2"), cpu=True)
-    process = ServerProcess(host, ServerShape("bfloat16", 32, 512), {"config.json": b"{}"})
+    host = SglangHost(python="/x/python", flags=("--mem-fraction-static", "0.5"), cpu=True, tp_size=2, ep_size=2)
+    process = ServerProcess(host, ServerShape("bfloat16", 32, 512, True), {"config.json": b"{}"})
     command = process.command()
-    assert command[:4] == ["/x/python", "-P", "-m", "sglang.launch_server"] and command[-2:] == ["--tp-size", "2"]
+    assert command[:4] == ["/x/python", "-P", "-m", "sglang.launch_server"] and command[-2:] == [
+        "--mem-fraction-static",
+        "0.5",
+    ]
     pairs = set(itertools.pairwise(command))
     assert {("--host", "127.0.0.1"), ("--dtype", "bfloat16"), ("--context-length", "512")} <= pairs
-    assert ("--max-running-requests", "32") in pairs and ("--load-format", "dummy") in pairs
+    assert ("--max-running-requests", "33") in pairs and ("--load-format", "dummy") in pairs
+    assert {("--tp-size", "2"), ("--ep-size", "2")} <= pairs and "--dp-size" not in command
+    assert "--enable-return-routed-experts" in command and process.admin_key not in " ".join(command)
     assert "trust" not in " ".join(command)
     assert (CPU_SHIMS / "sitecustomize.py").is_file() and (CPU_SHIMS / "sgl_kernel" / "__init__.py").is_file()
+
+
+def test_truncation_is_asked_for_with_a_top_k_that_the_server_can_name() -> None:
+    def asked(vocabulary: int, **params: Any) -> int:
+        widest = Requests(vocabulary)._widest
+        body = body_of("r", SamplingParams(**params), [1], 4, "5:0", widest)
+        assert body["return_sampling_mask"] == SamplingParams(**params).truncates
+        return int(body["sampling_params"]["top_k"])
+
+    assert asked(41) == asked(150_000) == -1
+    assert asked(41, top_p=0.9) == 41  # all of it: no truncation of its own
+    assert asked(150_000, min_p=0.1) == SUPPORT_LIMIT - TIES
+    assert asked(150_000, top_p=0.9, top_k=7) == 7
