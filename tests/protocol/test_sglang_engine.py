@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from temper.actor.engines import sglang_server
-from temper.actor.engines.base import Cancel, GenerateRequest, SamplingParams
+from temper.actor.engines.base import Cancel, GenerateRequest, OnSwap, SamplingParams
 from temper.actor.engines.sglang import SglangEngine
 from temper.actor.engines.sglang_host import ServerShape, SglangHost
 from temper.common.bits import TensorBits, Weights, seal
@@ -40,6 +40,7 @@ def made(
     folder: Path,
     *,
     recompute: bool = False,
+    on_swap: OnSwap = "in_flight",
     host: dict[str, Any] | None = None,
     experts: bool = False,
     **environment: str,
@@ -51,7 +52,8 @@ def made(
         "start_timeout_s": 60,
     } | (host or {})
     shape = ServerShape("float32", 4, 512, experts)
-    return SglangEngine(SglangHost(**described), shape, {"config.json": b"{}"}, 64, recompute=recompute)
+    files = {"config.json": b"{}"}
+    return SglangEngine(SglangHost(**described), shape, files, 64, recompute=recompute, on_swap=on_swap)
 
 
 @contextlib.asynccontextmanager
@@ -476,5 +478,22 @@ def test_one_that_dies_again_and_again_is_given_up_with_its_cause(tmp_path: Path
             assert "exit code 1" in str(engine.failure)
         finally:
             await engine.close()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(("on_swap", "versions"), [("drain", {1}), ("abort", {1, 2})])
+def test_running_requests_may_end_or_stop_at_a_swap(tmp_path: Path, on_swap: OnSwap, versions: set[int]) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, on_swap=on_swap, STUB_STEP_S="0.01") as engine:
+            await engine.apply(update(weights(1, weights(0)), weights(0)))
+            under_way = [asyncio.ensure_future(engine.generate(ask(max_new_tokens=60))) for _ in range(3)]
+            while len((await told(engine))["bodies"]) < 3:
+                pass
+            await engine.apply(update(weights(2, weights(1)), weights(1)))
+            ended = await asyncio.gather(*under_way)
+            assert [len(one.ids) for one in ended] == [60] * 3
+            assert {ordinal for one in ended for _, ordinal, _ in one.version_runs} <= versions
+            assert (await engine.generate(ask())).version_runs == [(5, 2, 6)]
 
     play(scenario)

@@ -107,8 +107,9 @@ class Server:
         reason: dict[str, Any] = {"type": "length"}
         stale = self.take("stale")
         while len(ids) < params["max_new_tokens"]:
-            await self.running.wait()
-            await asyncio.sleep(STEP_S)
+            if body["rid"] not in self.aborted:
+                await self.running.wait()
+                await asyncio.sleep(STEP_S)
             if body["rid"] in self.aborted or self.take("abort"):
                 reason = {"type": "abort", "message": "asked"}
                 break
@@ -139,6 +140,9 @@ class Server:
         return web.Response()
 
     async def pause(self, request: web.Request) -> web.Response:
+        if (await request.json())["mode"] == "abort":
+            self.aborted |= {body["rid"] for body in self.bodies if "rid" in body}
+            self.running.set()
         self.running.clear()
         return web.json_response({"status": "ok"})
 
