@@ -144,7 +144,9 @@ class Engine(Protocol):
     """
 
     counts: Counts
-    failure: BaseException | None
+
+    @property
+    def failure(self) -> BaseException | None: ...
 
     @property
     def trouble(self) -> str: ...

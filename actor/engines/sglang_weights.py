@@ -114,8 +114,8 @@ class Mirror:
                 self.shared = False
                 return flat
             # by name, not by file descriptor: the servers are no children of this process
-            torch.multiprocessing.set_sharing_strategy("file_system")
-            flat.share_memory_()
+            torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+            flat.share_memory_()  # type: ignore[no-untyped-call]
         return flat
 
     @property
