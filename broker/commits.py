@@ -125,8 +125,8 @@ class Commits:
         self._perform(turn)
         if self.turn or self.steered or self._core.dirty:
             self.settle()
-        elif self._idle is not None and not self._idle.done():
-            self._idle.set_result(None)
+        if self._writing is None:
+            self._wake()
 
     def _count(self, begun: float) -> None:
         self._meter.add(metrics.BROKER_COMMIT, time.perf_counter() - begun)
@@ -137,6 +137,9 @@ class Commits:
         if not self.is_broken:
             self.is_broken = True
             self._broken(error)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 

@@ -282,10 +282,14 @@ class Channel(Generic[T]):
     def ack_urgent(self) -> bool:
         """True if an acknowledgement is due that should not wait for more to join it: it answers a hole, or an eighth of
         the window hangs on it."""
+        allowed, allowed_bytes = (
+            self._released_messages + self.window_messages,
+            self._released_bytes + self.window_bytes,
+        )
         return self.ack_due and (
             self._gap
-            or (self.allowed_messages - self._told) * 8 >= self.window_messages
-            or (self.allowed_bytes - self._told_bytes) * 8 >= self.window_bytes
+            or (allowed - self._told) * 8 >= self.window_messages
+            or (allowed_bytes - self._told_bytes) * 8 >= self.window_bytes
         )
 
     def take_ack(self, now: float) -> Ack:

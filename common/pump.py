@@ -397,12 +397,13 @@ class Router:
         self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
         self._answered.clear()
         self._knocks.clear()
+        beat = outgoing(Heartbeat.KIND, pack_meta(self._beat), (), 0)
         for remote in list(self._peers.values()):
             if late > HEARTBEAT_S:
                 remote.heard_at += late  # it was us who did not listen
             remote.session.tick(now)
             if self.kind == "control":
-                remote.session.transient(self._beat)
+                remote.session.announce(beat)
                 silence_s = max(self._silence_s, RELAYED_SILENCE_S) if remote.hello.via else self._silence_s
                 if now - remote.heard_at > silence_s:
                     self.refuse(remote.id, "silent", f"silent for {silence_s:.0f} s")

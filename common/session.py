@@ -100,6 +100,10 @@ class Session:
         """Send once, unreliably (sequence 0); False if it could not leave now."""
         return self._transmit(0, outgoing(body.KIND, pack_meta(body), frames, version))
 
+    def announce(self, message: Outgoing) -> bool:
+        """`transient` for a message that many peers get."""
+        return self._transmit(0, message)
+
     def reliable(self, message: Outgoing, now: float, *, bounded: bool = True) -> bool:
         """Send `message`, or queue it behind what waits for credit. True if it is in the window already.
 

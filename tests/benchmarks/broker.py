@@ -360,7 +360,7 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
     stopped = add(real.stopped(arguments.stopped_s, 256 * KIBIBYTE))
     bound = BYTE_CAP * 1.1 / MEBIBYTE + 100
     goal("RSS before a stopped learner, MiB", f"<= {bound:.0f}", stopped["rss_mib"], stopped["rss_mib"] <= bound)
-    idle = add(real.idle(10.0))
+    idle = add(real.idle(30.0))
     goal("idle, percent of a core", "< 0.5", idle["core_percent"], idle["core_percent"] < 0.5)
     back = add(again.restart(10_000, 256, 1 + repeat))
     seconds = back["serving_again_s"]

@@ -1,0 +1,98 @@
+"""What is told comes after what is written, in order; a disk that fails tells nobody anything."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+from temper.broker import events as ev
+from temper.broker.commits import Commits, Turn
+from temper.broker.core import BrokerCore
+from temper.broker.ledger import Ledger
+from temper.common import schema
+from temper.common.config import Pacing, Recipe
+from temper.common.errors import EnvironmentFault
+from temper.common.metrics import Meter
+
+
+class Stage:
+    """Commits over a real ledger whose disk waits for `disk` to be set, or fails once `full` is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.core = BrokerCore(Recipe(pacing=Pacing(groups_per_step=4, samples_per_group=2, max_staleness=0)))
+        self.ledger = Ledger(folder, None)
+        self.told: list[Turn] = []
+        self.broken: list[BaseException] = []
+        self.disk, self.full, self.begun = threading.Event(), threading.Event(), threading.Event()
+        self.commits = Commits(self.core, self.ledger, Meter("broker"), self.told.append, self.broken.append)
+        write = self.ledger.segments.write
+
+        def slow(chunks: Any) -> None:
+            self.begun.set()
+            assert self.disk.wait(20.0)
+            if self.full.is_set():
+                raise OSError(28, "No space left on device")
+            write(chunks)
+
+        self.ledger.segments.write = slow  # type: ignore[method-assign]
+
+    def take(self, event: ev.Event) -> None:
+        self.commits.turn.actions += self.core.on(event, 0.0)
+
+    def begin(self) -> None:
+        """A lease goes out: the books change."""
+        self.take(ev.Joined("learner", "learner", "learner"))
+        self.take(ev.Received("learner", schema.LearnerReady(1, None, 0, 0)))
+        self.take(ev.Received("learner", schema.Phase("train", {"a": (0, 1.0)}, 4, 2)))
+        self.take(ev.Joined("actor", "actor", "actor", 1))
+
+
+def test_nothing_is_told_before_the_disk_has_it_and_turns_keep_their_order(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = Stage(tmp_path)
+        stage.begin()
+        stage.commits.settle()
+        await asyncio.to_thread(stage.begun.wait, 20.0)
+        for number in range(3):  # nothing of these touches the books: they wait all the same
+            stage.commits.turn.actions.append(ev.Note(str(number)))
+            stage.commits.settle()
+        assert stage.told == []
+        stage.disk.set()
+        await asyncio.wait_for(stage.commits.settled(), 20.0)
+        first, rest = stage.told
+        assert any(isinstance(action, ev.SendLease) for action in first.actions)
+        assert rest.actions == [ev.Note("0"), ev.Note("1"), ev.Note("2")]
+        stage.commits.close()
+
+    asyncio.run(play())
+
+
+def test_a_disk_that_is_full_ends_the_broker_and_tells_nobody(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = Stage(tmp_path)
+        stage.full.set()
+        stage.disk.set()
+        stage.begin()
+        stage.commits.turn.taken[b"peer"] = 1
+        await asyncio.wait_for(stage.commits.settled(), 20.0)
+        (error,) = stage.broken
+        assert isinstance(error, EnvironmentFault) and "disk full" in str(error)
+        stage.commits.turn.taken[b"peer"] = 2
+        stage.commits.settle()
+        assert stage.told == []
+        stage.commits.close()
+        stage.ledger._db.close()
+
+    asyncio.run(play())
+
+
+def test_memory_mode_waits_for_nothing(tmp_path: Path) -> None:
+    core = BrokerCore(Recipe())
+    told: list[Turn] = []
+    commits = Commits(core, Ledger(tmp_path, None, "memory"), Meter("broker"), told.append, lambda error: None)
+    commits.turn.taken[b"peer"] = 7
+    commits.settle()
+    assert [turn.taken for turn in told] == [{b"peer": 7}]
+    commits.close()
