@@ -23,7 +23,8 @@ from temper.common.errors import ProtocolError
 from temper.common.float_bits import class_count, classes, moved, steps
 from temper.common.squeeze import squeeze, unsqueeze
 
-CLASSES = 12  # told apart below the bound; what is lower counts as one
+CLASSES = 12  # that a piece may tell apart below the bound; what is lower counts as one
+WRITTEN_CLASSES = 6  # that are told apart here: more take time and save little
 SCAN_BITS = 0.2  # what looking at a hot value must save: the time of a pass, in bits
 CLASS_BITS = 40.0  # what a class costs in parameters
 SAMPLE = 1 << 13  # values of a piece that its classes are estimated from
@@ -183,7 +184,7 @@ def _bounds(base: np.ndarray, kinds: np.ndarray, dtype: str) -> tuple[int, int]:
     bound = min(first + best + 1, class_count(dtype) - 1)
     if costs[best] >= above[0] or bound <= first:
         return 0, 0
-    return bound, max(first, bound - CLASSES)
+    return bound, max(first, bound - WRITTEN_CLASSES)
 
 
 def _sample(base: np.ndarray) -> np.ndarray:
