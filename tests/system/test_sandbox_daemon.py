@@ -125,6 +125,7 @@ def test_jobs_are_answered_and_sigterm_drains(tmp_path: Path) -> None:
         assert (await broker.goodbyes.get()).exit_code == 0
         assert await asyncio.to_thread(process.wait) == 0
         assert broker.counted["sandbox/jobs/finished_count"] >= 8
+        assert broker.counted["sandbox/outcomes/error"] == 1, "a failure is an outcome of its own, counted"
 
     with_daemon(tmp_path, story, "--slots", "2")
 
