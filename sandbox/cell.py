@@ -25,6 +25,7 @@ from temper.sandbox import tree
 from temper.sandbox.cgroups import Hierarchy, Leaf
 from temper.sandbox.inside import protocol
 from temper.sandbox.jail import Profile
+from temper.sandbox.outlast import outlast
 from temper.sandbox.run import KILL_TIMEOUT_S, JailFailed, Request, Run
 from temper.sandbox.spawner import Spawner
 from temper.sandbox.verdicts import Facts
@@ -63,16 +64,15 @@ class Cell:
         try:
             await cell._start(hierarchy, name, profile)
         except BaseException:
-            await asyncio.shield(cell.stop())
+            await outlast(cell.stop())
             raise
         return cell
 
     async def _start(self, hierarchy: Hierarchy, name: str, profile: Profile) -> None:
         self._log_fd, log_far = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._log_fd, False)
-        started = self._spawner.call(lambda: self._spawner.start(profile, self._far.fileno(), log_far))
-        try:
-            self._process = await asyncio.shield(asyncio.ensure_future(started))
+        try:  # also when cancelled: what the thread starts must be known to be ended, and needs our descriptors until then
+            await outlast(self._spawn(profile, log_far))
         finally:
             os.close(log_far)
             self._far.close()
@@ -84,6 +84,10 @@ class Cell:
                 await asyncio.shield(self._ready)
         except TimeoutError:
             raise JailFailed(f"no sign of life within {START_TIMEOUT_S:g} s: {self.log()}") from None
+
+    async def _spawn(self, profile: Profile, log_far: int) -> None:
+        far = self._far.fileno()
+        self._process = await self._spawner.call(lambda: self._spawner.start(profile, far, log_far))
 
     def _on_control(self) -> None:
         try:

@@ -14,6 +14,7 @@ from typing import Any
 
 from temper.common.log import log
 from temper.sandbox.cell import Cell
+from temper.sandbox.outlast import outlast
 from temper.sandbox.run import JailFailed
 
 JOBS_PER_JAIL = 2000
@@ -50,7 +51,7 @@ class Pool:
         try:
             yield cell
         except BaseException:
-            await asyncio.shield(self._end(cell))
+            await outlast(self._end(cell))
             raise
         self._give_back(cell)
 
@@ -65,7 +66,7 @@ class Pool:
             except JailFailed as error:
                 log(f"an idle jail failed: {error}")
             except BaseException:
-                await asyncio.shield(self._end(cell))
+                await outlast(self._end(cell))
                 raise
             else:
                 return cell

@@ -12,6 +12,7 @@ from temper.common.log import log
 from temper.common.schema import SandboxJob, Verdict
 from temper.sandbox import verdicts
 from temper.sandbox.cell import Cell
+from temper.sandbox.outlast import outlast
 from temper.sandbox.session import LANGUAGES, Session
 
 SESSIONS_LIMIT = 64
@@ -65,10 +66,10 @@ class Sessions:
                     files = await entry.session.close(snapshot=True)
                     verdict = msgspec.structs.replace(verdict, files=files)
         except BaseException:
-            await asyncio.shield(self.end(name))
+            await outlast(self.end(name))
             raise
         if job.close_session:
-            await asyncio.shield(self.end(name))
+            await outlast(self.end(name))
         return verdict
 
     async def _open(self, name: str, job: SandboxJob) -> _Entry:
@@ -78,7 +79,7 @@ class Sessions:
             try:
                 session = await Session.open(cell, job)
             except BaseException:
-                await asyncio.shield(self._stop(cell))
+                await outlast(self._stop(cell))
                 raise
         finally:
             self._opening.discard(name)

@@ -1,4 +1,10 @@
-"""What users of comparable sandboxes reported, one test a report."""
+"""What users of comparable sandboxes reported, one test a report.
+
+Reports whose tests are elsewhere: graders that set alarms off the main thread or hang in sympy: `test_graders`; a grader's
+failure is counted: `tests/system/test_sandbox_daemon`; orphans of a killed worker are swept at the next start: there and in
+`tests/system/test_sandbox_workers`; a deadline that leaves no time for grading, and timeouts that would bias training:
+`tests/unit/test_reward_failures`, `test_learner_step` (outside the loss, counted), `test_tools` (the box outlives the lease).
+"""
 
 from __future__ import annotations
 
@@ -122,6 +128,39 @@ def test_a_mount_below_a_read_only_bind_is_read_only_too() -> None:
         command = [sys.executable, "-P", "-c", BELOW, folder]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and r"b'EROFS there\nEROFS there\n'" in done.stdout, done
+
+
+def test_rollouts_cancelled_at_any_moment_bring_the_running_jails_to_zero() -> None:
+    """A rollout that was cancelled while its program ran used to leave the program running."""
+    loop = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
+
+    async def main() -> None:
+        async with Worker(Host.here(), 2) as worker:
+            for mode in ("fresh", "pool", "fork"):
+                for moment in range(4):
+                    worker.began.clear()
+                    rollouts = [
+                        asyncio.ensure_future(worker.execute(job(loop, mode, wall_s=60, cpu_s=60))) for _ in range(4)
+                    ]
+                    if moment == 1:
+                        await asyncio.sleep(0)
+                    if moment >= 2:
+                        await worker.began.wait()
+                    if moment == 3:
+                        await next(iter(worker.running)).began.wait()
+                    for _ in range(3):  # some are cancelled while they are being cancelled
+                        for rollout in rollouts:
+                            rollout.cancel()
+                        await asyncio.sleep(0)
+                    await asyncio.gather(*rollouts, return_exceptions=True)
+                    assert not worker.running
+            for cell in (cell for pool in worker._pools.values() for cell in pool._idle):
+                await cell.ready()
+                assert tree.descendants(cell.init_pid) == []
+            mark = worker._state.name.encode()
+        assert family(mark) == set()
+
+    asyncio.run(main())
 
 
 WORKER = """
