@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 
+import msgspec
 import pytest
 from temper.common.schema import Limits, SandboxJob, TestCase
 from temper.sandbox.check import check_host
@@ -58,6 +59,48 @@ def test_a_bad_job_is_infra_with_a_reason(jails):
     ):
         (verdict,) = jails.run(bad)
         assert verdict.outcome == "infra" and verdict.detail
+
+
+CHANCE = """
+import os, random, helper
+class A: pass
+print(random.random(), helper.value, hash('temper'), hash((1.5, 'a')), os.environ['TEMPER_SEED'], os.uname().nodename)
+if not os.fork():
+    os._exit(random.random() == random.Random(7).random())
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_the_same_program_and_seed_draw_the_same_in_every_mode_and_jail():
+    """Also where only a helper names the generator; a child of the program draws numbers of its own, as in any Python."""
+    helper = b"from random import Random, randrange\nvalue = randrange(10**9)"
+
+    async def main():
+        found = set()
+        for mode in ("fresh", "pool", "fork", "fork"):
+            async with Worker(Host.here(), 1) as worker:
+                for _ in range(2):
+                    job = SandboxJob(
+                        "1", "python", {"main.py": CHANCE.encode(), "helper.py": helper}, [], seed=7, mode=mode
+                    )
+                    verdict = await worker.execute(job)
+                    assert verdict.outcome == "ok", verdict
+                    found.add(verdict.stdout)
+                only = SandboxJob(
+                    "2",
+                    "python",
+                    {"main.py": b"import helper; print(helper.value)", "helper.py": helper},
+                    [],
+                    mode=mode,
+                )
+                first, second = [
+                    (await worker.execute(msgspec.structs.replace(only, seed=seed))).stdout for seed in (1, 2)
+                ]
+                assert first != second
+        return found
+
+    (drawn,) = asyncio.run(main())
+    assert drawn.endswith(b"\n0\n") and b" 7 temper" in drawn, drawn
 
 
 def test_cancelling_kills_the_program(jails):

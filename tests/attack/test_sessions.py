@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from temper.actor.tools import ToolLost, ToolSession
 from temper.common.schema import Limits, SandboxJob, TestCase, Verdict
 from temper.sandbox.jail import Host
 from temper.sandbox.worker import Worker
@@ -163,6 +164,35 @@ def test_a_session_imports_from_its_own_workspace() -> None:
         await turn("open('mine.py', 'w').write('x = 7')")
         assert (await turn("import mine; mine.x")).stdout == b"7\n"
         assert (await turn("import os; os.listdir('/tmp')", name="other")).stdout == b"[]\n"
+
+    story(tell)
+
+
+def test_an_episodes_tool_meets_real_jails() -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        class Direct:
+            async def run(self, job: SandboxJob) -> Verdict:
+                return await worker.execute(msgspec.structs.replace(job, limits=LIMITS))
+
+            def end_session(self, name: str) -> None:
+                worker.sessions.end(name)
+
+        one, two, died = (ToolSession(Direct(), seed, 30.0) for seed in (1, 2, 3))
+        await one.step("import random; x = random.random(); open('note', 'w').write('one')", "python")
+        await two.step("echo two > note", "bash")
+        await died.step("x = 1", "python")
+        assert (await one.step("1 / 0", "python")).outcome == "error"
+        assert float((await one.step("x", "python")).stdout) > 0
+        assert await one.close() == {"note": b"one"} and await two.close() == {"note": b"two\n"}
+        died.abandon()
+        with pytest.raises(ToolLost, match="not there any more"):
+            await gone(Direct())
+
+    async def gone(grader: Any) -> None:
+        lost = ToolSession(grader, 1, 30.0)
+        await lost.step("1", "python")
+        grader.end_session(lost._name)
+        await lost.step("1", "python")
 
     story(tell)
 

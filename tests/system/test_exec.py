@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,42 @@ def test_limits_stdin_and_hostile_output(tmp_path: Path) -> None:
     assert done.returncode == 0 and "x \\x1b[31m\\x00" in done.stdout
     done = run("-", "--language", "python", "--cpu-s", "0.3", stdin="while True: pass")
     assert done.returncode == 10 and done.stdout.startswith("timeout (more than 0.3 s of cpu time)")
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "arguments", "words"),
+    [
+        ("a.py", "x = bytearray(100 << 20); print(len(x))", ["--memory-mb", "64"], '"outcome": "memory"'),
+        ("a.py", "print(bytearray(100 << 20)[0])", ["--memory-mb", "200", "--mode", "pool"], '"outcome": "ok"'),
+        ("a.c", "int main(){return 1 +;}", [], '"outcome": "compile"'),
+        ("a.cpp", "#include <iostream>\nint main(){std::cout << 6 * 7;}", [], '"stdout": "42"'),
+        ("a.sh", "yes", ["--output-kb", "1"], '"truncated": true'),
+        ("a.js", "console.log(6 * 7)", ["--memory-mb", "512"], '"stdout": "42\\n"'),
+        ("a.py", "import time; time.sleep(9)", ["--wall-s", "0.3"], "wall time"),
+        ("a.py", "import os; print(os.environ['TEMPER_SEED'])", ["--seed", "5", "--mode", "fork"], '"stdout": "5\\n"'),
+    ],
+)
+def test_every_option_does_what_it_says(
+    tmp_path: Path, name: str, source: str, arguments: list[str], words: str
+) -> None:
+    program = tmp_path / name
+    program.write_text(source)
+    tool = {".c": "gcc", ".cpp": "g++", ".js": "node"}.get(program.suffix)
+    if tool and shutil.which(tool) is None:
+        pytest.skip(f"no {tool} on this host")
+    done = run(str(program), "--json", *arguments)
+    assert done.returncode in (0, 10) and words in done.stdout, done
+    assert (done.returncode == 0) == ('"outcome": "ok"' in done.stdout)
+
+
+def test_the_hosts_own_file_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x").write_text("shared")
+    tmp_path.chmod(0o755)
+    host = tmp_path / "host.toml"
+    host.write_text(f'[sandbox.binds]\n"{tmp_path}/data" = "/data"\n')
+    done = run("-", "--language", "python", "--host", str(host), stdin="print(open('/data/x').read())")
+    assert done.returncode == 0 and "shared" in done.stdout, done
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,21 @@ def test_ticks_become_rates_per_second_and_last_values(tmp_path):
     assert tags(tmp_path / "actor-1") == {f"{names.ACTOR_TOKENS}_per_second", names.ACTOR_ROWS}
 
 
+def test_flaky_programs_of_the_sampled_share_are_seen(tmp_path):
+    board = Board(tmp_path, "learner", started=1000.0)
+    for second in range(6):
+        board.ticks(
+            Metrics(
+                "sandbox-1", {names.SANDBOX_RERUNS: 10.0, names.SANDBOX_FLAKY: 1.0, "sandbox/outcomes/error": 2.0}, {}
+            ),
+            1000.0 + second,
+        )
+    board.close()
+    assert scalars(tmp_path / "sandbox-1", f"{names.SANDBOX_RERUNS}_per_second") == [(5, 12.0)]
+    assert scalars(tmp_path / "sandbox-1", f"{names.SANDBOX_FLAKY}_per_second") == [(5, 1.2)]
+    assert scalars(tmp_path / "sandbox-1", "sandbox/outcomes/error_per_second") == [(5, 2.4)]
+
+
 @pytest.mark.parametrize("name", ["../../etc", "/etc/passwd", "a/b", "..", "\x00", "x" * 500])
 def test_a_peer_s_name_cannot_leave_the_folder(name):
     folder = _folder_name(name)
