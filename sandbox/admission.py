@@ -10,6 +10,7 @@ from temper.sandbox.languages import LANGUAGES, PROGRAM
 FILES_LIMIT = 256
 FILES_LIMIT_BYTES = 32 * 1024 * 1024
 TESTS_LIMIT = 1024
+TESTS_LIMIT_BYTES = 256 * 1024 * 1024
 NAME_LIMIT = 128
 OUTPUT_LIMIT_BYTES = 16 * 1024 * 1024
 
@@ -28,6 +29,9 @@ def refuse(job: SandboxJob) -> str:
         return problem
     if len(job.tests) > TESTS_LIMIT:
         return f"{len(job.tests)} tests, at most {TESTS_LIMIT}"
+    size = sum(len(test.stdin) + len(test.expected or b"") + len(test.suite) for test in job.tests)
+    if size > TESTS_LIMIT_BYTES:
+        return f"tests of {size} bytes together, at most {TESTS_LIMIT_BYTES}"
     if any(test.suite for test in job.tests) and job.language != "python":
         return f"suites of asserts call Python functions; this job's language is {job.language}"
     if job.checker is not None and any(test.suite for test in job.tests):

@@ -8,6 +8,7 @@ and each test start in an emptied workspace.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -28,6 +29,9 @@ from temper.sandbox.verdicts import Facts, Judgement
 Lend = Callable[[], AbstractAsyncContextManager[Cell]]
 
 SUITE_FILE = "suite.txt"
+KEPT_BYTES = (
+    32 * 1024 * 1024
+)  # output of all tests of a job together that its verdict holds; later output is judged and dropped
 
 
 class Visit:
@@ -67,14 +71,21 @@ async def run_job(lend: Lend, job: SandboxJob, judges: Lend) -> Verdict:
             files[PROGRAM] = built
         runs: list[Facts] = []
         judged: list[Judgement] = []
+        kept = 0
         with ExitStack() as stack:
             bundle = sealed("program", pack_bundle(language.arguments(job.limits), files, job.seed))
             stack.callback(os.close, bundle)
             for test in job.tests or [TestCase()]:
                 facts, judgement = await run_test(await visit.cell(), job, test, bundle, judges)
-                runs.append(facts)
+                kept += len(facts.stdout) + len(facts.stderr)
+                runs.append(facts if kept <= KEPT_BYTES else without_output(facts))
                 judged.append(judgement)
     return verdicts.verdict_of(runs, judged, weak=any(test.suite and test.weak for test in job.tests))
+
+
+def without_output(facts: Facts) -> Facts:
+    """The same run, its output dropped and marked as truncated."""
+    return dataclasses.replace(facts, stdout=b"", stderr=b"", stdout_cut=facts.stdout_cut or bool(facts.stdout))
 
 
 async def run_test(cell: Cell, job: SandboxJob, test: TestCase, bundle: int, judges: Lend) -> tuple[Facts, Judgement]:

@@ -25,6 +25,7 @@ from temper.sandbox.streams import Stream, pack_bundle, sealed
 from temper.sandbox.verdicts import Facts, Killed
 
 INTERRUPT_S = 1.0
+IDLE_CHECK_S = 1.0
 SNAPSHOT_LIMIT_BYTES = 8 * 1024 * 1024
 SNAPSHOT_LIMITS = Limits(wall_s=10.0, cpu_s=5.0)
 LANGUAGES = ("python", "bash")
@@ -43,6 +44,8 @@ class Session:
         self._step: asyncio.Future[bytes] = self._loop.create_future()
         self._ended: asyncio.Future[bytes] = self._loop.create_future()
         self._flooded = False
+        self._idle_cpu_s: float | None = None  # the tree's cpu time when the last step ended; None while one runs
+        self._watch: asyncio.TimerHandle | None = None
         self.over = ""
 
     @classmethod
@@ -75,7 +78,17 @@ class Session:
             out.close_far()
             err.close_far()
         session._loop.add_reader(session._done, session._on_done)
+        session._watch_idle()
         return session
+
+    def _watch_idle(self) -> None:
+        """Once a second: what is left running between steps has a step's cpu time, then the session ends."""
+        self._watch = self._loop.call_later(IDLE_CHECK_S, self._watch_idle)
+        idle = self._idle_cpu_s
+        if idle is not None and not self.over and self._cpu_s() - idle > self._limits.cpu_s:
+            self.over = f"the session has ended: it used more than {self._limits.cpu_s:g} s of cpu time between steps"
+            with contextlib.suppress(JailFailed):
+                self._cell.send(b"K")
 
     def _on_done(self) -> None:
         try:
@@ -112,8 +125,10 @@ class Session:
         leaf = self._cell.leaf
         cpu_before, oom_before = self._cpu_s(), leaf.oom_kills() if leaf is not None else 0
         started = time.monotonic()
+        self._idle_cpu_s = None
         await self._send(test.stdin)
         killed = await self._until_done(limits, started, cpu_before)
+        self._idle_cpu_s = self._cpu_s()
         for stream in self._streams:
             stream.drain()
         (out, out_cut), (err, err_cut) = (stream.take() for stream in self._streams)
@@ -191,6 +206,8 @@ class Session:
         except (JailFailed, TimeoutError, struct.error) as error:
             log(f"a session's workspace could not be read: {error}")
         finally:
+            if self._watch is not None:
+                self._watch.cancel()
             for stream in self._streams:
                 stream.close()
             if self._done >= 0:

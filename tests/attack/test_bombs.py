@@ -1,8 +1,9 @@
 """Programs that take all they can get: processes, memory, files, output, time. Each gets its exact outcome and hurts nobody."""
 
 import pytest
+from temper.common.schema import Limits, SandboxJob, TestCase
 
-from tests.attack.conftest import Attack, Batch, host_state, judge
+from tests.attack.conftest import Attack, Batch, Jails, host_state, judge
 
 CONFIGURATIONS = ["root-fork", "user-fresh"]
 ATTACKS = {
@@ -236,6 +237,19 @@ def test_memory_in_sockets_is_memory_too_or_bounded_by_descriptors(batch: Batch)
     verdict = batch.verdicts["memory_in_sockets"]
     assert (verdict.outcome, verdict.stdout) in (("memory", b""), ("ok", b"True\n"), ("timeout", b"")), verdict
     assert (verdict.peak_bytes or 0) <= 128 << 20
+
+
+def test_the_output_of_many_tests_together_is_bounded() -> None:
+    limits = Limits(output_bytes=1 << 20)
+    source = b"import sys; sys.stdout.write('x' * (1 << 20))"
+    tests = [TestCase(expected=b"x" * (1 << 20))] * 40
+    (verdict,) = Jails("fork").run(SandboxJob("many", "python", {"main.py": source}, tests, limits, mode="fork"))
+    assert [test.outcome for test in verdict.tests] == ["ok"] * 40
+    assert sum(len(test.stdout) for test in verdict.tests) == 32 << 20 and verdict.truncated
+    (refused,) = Jails("fork").run(
+        SandboxJob("much", "python", {"main.py": source}, [TestCase(bytes(1 << 20))] * 257, limits, mode="fork")
+    )
+    assert refused.outcome == "infra" and "tests of" in refused.detail
 
 
 def test_a_refused_allocation_in_c_is_memory_or_its_own_abort(batch: Batch) -> None:

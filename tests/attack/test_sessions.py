@@ -197,6 +197,18 @@ def test_an_episodes_tool_meets_real_jails() -> None:
     story(tell)
 
 
+def test_what_goes_on_between_steps_has_a_steps_cpu_time() -> None:
+    async def tell(worker: Worker, turn: Turn) -> None:
+        await turn("import os\nif not os.fork():\n    while True: pass")
+        cell = next(iter(worker.sessions._entries.values())).cell
+        await asyncio.wait_for(asyncio.shield(next(iter(worker.sessions._entries.values())).session._ended), 20)
+        verdict = await turn("1", resume=True)
+        assert verdict.outcome == "error" and b"between steps" in verdict.stderr, verdict
+        assert cell.alive, "the jail is there until the session is closed"
+
+    story(tell)
+
+
 def test_a_later_step_does_not_open_an_empty_session() -> None:
     async def tell(worker: Worker, turn: Turn) -> None:
         verdict = await turn("1", resume=True)
