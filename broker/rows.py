@@ -6,7 +6,7 @@ once nothing can need them again, the sample indices stay. `samples` shows it sa
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -57,9 +57,13 @@ _indices = msgspec.json.Decoder(list[tuple[int, ...]]).decode
 _filled = msgspec.json.Decoder(tuple[int, ...]).decode
 
 
+def _text(value: Sequence[Any]) -> str:
+    return msgspec.json.encode(value).decode()
+
+
 def parts_row(run: Run) -> tuple[Any, ...]:
     """A row of `parts`: some messages of a lease, the sample indices of each, and the record that holds them."""
-    return (run.lease_id, run.first, json.dumps(run.indices), *run.ref)
+    return (run.lease_id, run.first, _text(run.indices), *run.ref)
 
 
 def parts_of(row: tuple[Any, ...]) -> Run:
@@ -84,7 +88,7 @@ def lease_row(r: LeaseRecord) -> tuple[Any, ...]:
         r.last_peer,
         r.min_version,
         int(r.touched),
-        json.dumps(r.filled),
+        _text(r.filled),
         r.task_failures,
         r.infra_failures,
         r.error,
