@@ -48,7 +48,7 @@ class Live:
         self._thread = threading.Thread(target=self.loop.run_forever, name="sglang tests", daemon=True)
         self._thread.start()
         self.host = completed(SglangHost(environment={"OMP_NUM_THREADS": "1"}, log_dir=str(folder), **host))
-        self.engine = self.run(self._make(self.host), 300)
+        self.engine = self.run(self._make(self.host), 700)
         self.held: Weights | None = None
         self.ordinal = -1
         self.run(self.publish())
