@@ -228,12 +228,14 @@ def accuracy(name: str, seeds: int, steps: int, folder: Path) -> list[dict[str, 
     rows = []
     for seed, kind in itertools.product(range(seeds), ("embedded", "sglang")):
         command = [sys.executable, "-P", "-m", "temper.cli.main", "run", name, "--json", f"--engine.kind={kind}"]
-        command += ["--run", str(folder / f"{name}-{seed}-{kind}"), f"--run.seed={100 + seed}"]
+        command += ["--run", str(folder / f"{name}-{seed}-{kind}"), f"--run.seed={100 + seed}", "--eval.timeout_s=1200"]
         command += [f"--run.max_steps={steps}"] if steps else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
         summary = json.loads(done.stdout)
+        if any(value["accuracy_after"] is None for value in summary["domains"].values()):
+            raise RuntimeError(f"{' '.join(command)}: a domain was not evaluated: {summary['domains']}")
         after = {f"{key}_after": round(value["accuracy_after"], 4) for key, value in summary["domains"].items()}
         rows.append(
             {
