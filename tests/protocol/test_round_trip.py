@@ -250,7 +250,7 @@ def test_heartbeats_carry_state_progress_its_age_and_the_version(kit: Any) -> No
         await peer.open(10)
         version = Version(3, 7, "ab" * 16)
         peer.beat("READY", "step 1", "learner: groups", version)
-        await broker.until(lambda: len([d for d in broker.beats if d.body.version == version]) >= 2)
+        await broker.until(lambda: heard and len([d for d in broker.beats if d.body.version == version]) >= 2)
         first, second = [d.body for d in broker.beats if d.body.version == version][:2]
         assert (second.state, second.progress, second.waiting_for) == ("READY", "step 1", "learner: groups")
         assert second.progress_age_s > first.progress_age_s
