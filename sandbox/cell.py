@@ -164,6 +164,8 @@ class Cell:
 
     async def ready(self) -> None:
         """Wait until the jail is clean and can take a program. JailFailed when it cannot."""
+        if self._ready.done():
+            return self._ready.result()
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await asyncio.shield(self._ready)
