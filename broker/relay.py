@@ -147,7 +147,8 @@ class Relay(PeerDaemon):
             return
         while names := passage.working():
             self._emptied.clear()
-            await self.wait_for(f"{', '.join(names[:8])}: goodbye", self._emptied.wait(), self.drain_timeout_s)
+            what = f"{', '.join(names[:8])}: goodbye"
+            await self.wait_for(what, self._emptied.wait(), float("inf"))  # the drain itself has a deadline
 
     async def close(self, exit_code: int, reason: str) -> None:
         """Goodbye to the parent; the sockets close."""
