@@ -62,9 +62,8 @@ class Line:
 
 
 class Passage:
-    """See the module. Make it inside a running loop; `close` it. `news(version)` is called for every announced version
-    that passes; `left(peer)` when a line
-    ends or begins to."""
+    """See the module. Make it inside a running loop; `close` it. `news(version)` is called for every announced version that
+    passes, `left(peer)` when a line ends or begins to."""
 
     def __init__(
         self,
