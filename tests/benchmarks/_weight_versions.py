@@ -1,8 +1,8 @@
 """Real consecutive versions of a real model, for `bin/bench delta`: SmolLM2-135M in bf16 under AdamW with fp32 masters.
 
 The in-process loop trains it with the functions that the daemons use (its own samples, a reasoning-gym dataset, the
-recipe `smollm2` with fewer and shorter groups and a constant learning rate) and writes every version to a weight log,
-from which the benchmark reads them back. A log that is complete is not made again.
+recipe `smollm2` with fewer and shorter groups and a constant learning rate). Every version goes to a weight log; one that
+is complete is read back, not made again. Steps whose groups showed no contrast move nothing and are not counted.
 
     python -P tests/benchmarks/_weight_versions.py DIR --rate 1e-6 --steps 30
 """
@@ -15,7 +15,9 @@ import hashlib
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from itertools import islice, pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -36,7 +38,7 @@ serving_dtype = "bfloat16"
 compute_dtype = "bfloat16"
 max_length_tokens = 256
 [pacing]
-groups_per_step = 4
+groups_per_step = 2
 samples_per_group = 8
 [sampling]
 max_new_tokens = 8
@@ -50,10 +52,12 @@ final_share = 1.0
 [engine]
 kind = "embedded"
 max_rows = 32
+[daemons]
+threads_per_process = 2
 [[domains]]
 name = "letter_counting"
 module = "temper.actor.domains.reasoning"
-options = {{ dataset = "letter_counting", style = "few_shot", shots = 4, levels = [{{ min_words = 3, max_words = 6 }}] }}
+options = {{ dataset = "letter_counting", style = "few_shot", shots = 2, levels = [{{ min_words = 3, max_words = 6 }}] }}
 """
 
 
@@ -66,10 +70,28 @@ def _inprocess() -> ModuleType:
     return module
 
 
-def put(store: WeightStore, base: Weights | None, new: Weights) -> None:
-    """Append base -> new (or a snapshot) to the log."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of training: the versions before and after, the coded entry that leads from one to the other, decoded and
+    verified already, and what coding it said of itself."""
+
+    old: Weights
+    new: Weights
+    chunks: list[bytes]
+    tally: delta.Tally
+
+
+def coded(old: Weights | None, new: Weights) -> tuple[list[bytes], delta.Tally, delta.StagedUpdate]:
+    """The entry old -> new, checked by decoding it."""
     tally = delta.Tally()
-    chunks = list(delta.encode(base, new, tally=tally))
+    chunks = list(delta.encode(old, new, tally=tally))
+    update = delta.stage(chunks, old)
+    assert update.digest == new.version.digest
+    return chunks, tally, update
+
+
+def put(store: WeightStore, base: Weights | None, new: Weights, chunks: list[bytes], tally: delta.Tally) -> None:
+    """Append base -> new (or a snapshot) to the log."""
     of = base.version if base else None
     store.begin(RUN, Publish(Manifest(new.version, of, len(chunks), tally.nbytes, new.nbytes, tally.density)))
     for i, chunk in enumerate(chunks):
@@ -78,10 +100,13 @@ def put(store: WeightStore, base: Weights | None, new: Weights) -> None:
     assert store.newest() == new.version
 
 
-async def make(directory: Path, rate: float, steps: int, cache: Path) -> None:
-    """Train `steps` steps at `rate` and log versions 0 .. steps in `directory`, unless they are there."""
+async def steps(directory: Path, rate: float, count: int, cache: Path) -> AsyncIterator[Step]:
+    """`count` steps at learning rate `rate`: from the log in `directory`, or trained now and logged there."""
     done = directory / "steps"
-    if done.is_file() and int(done.read_text()) >= steps:
+    if done.is_file() and int(done.read_text()) >= count:
+        for old, new in islice(pairwise(read(directory)), count):
+            chunks, tally, _ = coded(old, new)
+            yield Step(old, new, chunks, tally)
         return
     directory.mkdir(parents=True, exist_ok=True)
     for path in directory.iterdir():
@@ -90,16 +115,30 @@ async def make(directory: Path, rate: float, steps: int, cache: Path) -> None:
     recipe_file = directory / "recipe.toml"
     recipe_file.write_text(RECIPE.format(rate=rate), encoding="utf-8")
     module = _inprocess()
-    async with module.Loop(recipes.load(str(recipe_file)), None, cache) as loop:
-        last = loop.weights
-        put(store, None, last)
-        for step in range(steps):
-            begun = time.perf_counter()
-            await loop.step()
-            put(store, last, loop.weights)
-            last = loop.weights
+
+    class Recorder(module.Loop):  # type: ignore[misc, name-defined]
+        """Publishes into the log too."""
+
+        weights: Weights | None
+        made: Step | None
+
+        async def publish(self) -> None:
+            old, new = self.weights, self.serving_weights()
+            if old is None or old.version.digest != new.version.digest:
+                chunks, tally, update = coded(old, new)
+                assert await self.engine.apply(update) == new.version.digest
+                put(store, old, new, chunks, tally)
+                self.weights = new
+                self.made = None if old is None else Step(old, new, chunks, tally)
+
+    async with Recorder(recipes.load(str(recipe_file)), None, cache) as loop:
+        for step in range(count):
+            begun, loop.made = time.perf_counter(), None
+            while loop.made is None:
+                await loop.step()
             print(f"rate {rate} step {step + 1}: {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
-    done.write_text(f"{steps}\n", encoding="utf-8")
+            yield loop.made
+    done.write_text(f"{count}\n", encoding="utf-8")
 
 
 def read(directory: Path) -> Iterator[Weights]:
@@ -111,7 +150,7 @@ def read(directory: Path) -> Iterator[Weights]:
     for ordinal in range(newest.ordinal + 1):
         route = store.route(weights.version if weights else None, ordinal)
         if weights is not None and not route.chain.entries:
-            continue  # a step without any contrast moved nothing
+            continue  # a step that moved nothing
         update = delta.stage([frame for _, frame in route.messages()], weights)
         weights = delta.overwrite(_copy(weights), update)
         yield weights
@@ -124,6 +163,11 @@ def _copy(weights: Weights | None) -> Weights | None:
     return Weights(weights.version, tensors, dict(weights.digests))
 
 
+async def _make(directory: Path, rate: float, count: int, cache: Path) -> None:
+    async for _ in steps(directory, rate, count, cache):
+        pass
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
@@ -131,4 +175,4 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "temper")
     given = parser.parse_args()
-    asyncio.run(make(given.directory, given.rate, given.steps, given.cache))
+    asyncio.run(_make(given.directory, given.rate, given.steps, given.cache))

@@ -3,7 +3,8 @@
 ``bin/bench delta [--steps 30] [--versions DIR] [--rates 1e-6 5e-6 1e-5] [--swaps 120]``
 
 Bytes are of real consecutive versions: SmolLM2-135M in bf16 trained by the in-process loop (see `_weight_versions`), made on
-first use (minutes a rate) and kept in DIR. Every step of every rate is encoded, staged and checked bit for bit. Beside the
+first use (two minutes a rate on two quiet cores) and kept in DIR. Every step of every rate is encoded, staged and checked bit
+for bit. Beside the
 format stand simpler ones on the same versions, and two entropies: of which values of a tensor changed and by how many
 steps, and of the same when the exponent of the value is known. Speeds are of one thread, in CPU time, best of three, beside
 a copy of the same bytes. The pause is what the embedded engine's decode loop stands still for while 32 generations run.
@@ -17,8 +18,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +33,7 @@ from temper.common.weight_format import table_of
 
 GOALS = {1e-6: 260.0, 5e-6: 120.0, 1e-5: 80.0}
 GENERATIONS = 32
+KEPT = 6  # first steps of a rate that speed and pause are measured on
 Row = dict[str, Any]
 
 
@@ -87,25 +88,30 @@ def simpler(old: Weights, new: Weights) -> dict[str, int]:
     return sizes
 
 
-def measure_bytes(rate: float, versions: Iterator[Weights]) -> Row:
-    """Every step of one log: mean bytes, ratio, density; entropies of every fifth, simpler formats of every tenth."""
-    sizes, density, plain, known, rivals = [], [], [], [], []
+async def measure_bytes(rate: float, steps_made: AsyncIterator[Any]) -> tuple[Row, list[Any]]:
+    """(row, the first steps): of every step bytes, ratio, density; entropies of every fifth, simpler formats of every tenth."""
+    sizes: list[int] = []
+    density: list[float] = []
+    plain: list[float] = []
+    known: list[float] = []
+    rivals: list[dict[str, int]] = []
+    kept: list[Any] = []
     full = 0
-    for number, (old, new) in enumerate(pairwise(versions)):
-        tally = delta.Tally()
-        chunks = list(delta.encode(old, new, tally=tally))
-        assert delta.stage(chunks, old).digest == new.version.digest
+    async for step in steps_made:
+        number, tally = len(sizes), step.tally
         sizes.append(tally.nbytes)
         density.append(tally.density)
-        full = new.nbytes
+        full = step.new.nbytes
+        if number < KEPT:
+            kept.append(step)
         if number % 5 == 1:
-            bounds = entropies(old, new)
+            bounds = entropies(step.old, step.new)
             plain.append(bounds[0] / tally.nbytes)
             known.append(bounds[1] / tally.nbytes)
         if number % 10 == 1:
-            rivals.append(simpler(old, new))
+            rivals.append(simpler(step.old, step.new))
     mean = float(np.mean(sizes))
-    return {
+    row = {
         "rate": rate,
         "steps": len(sizes),
         "density": round(float(np.mean(density)), 5),
@@ -119,6 +125,7 @@ def measure_bytes(rate: float, versions: Iterator[Weights]) -> Row:
         "of_entropy_by_exponent": round(1 / float(np.mean(known)), 3),
         **{name: int(np.mean([rival[name] for rival in rivals])) for name in rivals[0]},
     }
+    return row, kept
 
 
 def cpu_seconds(work: Callable[[], Any], repeat: int = 3) -> float:
@@ -166,14 +173,18 @@ def measure_speed(rate: float, old: Weights, new: Weights) -> Row:
     }
 
 
-async def measure_pause(folder: Path, versions: list[Weights], swaps: int) -> Row:
-    """Pauses of the embedded engine for `swaps` commits, forth and back over `versions`, with generations running."""
+async def measure_pause(folder: Path, made: list[Any], swaps: int) -> Row:
+    """Pauses of the embedded engine for `swaps` commits, forth and back over the steps `made`, with generations running.
+    Each update is decoded beside sampling, as an actor does it."""
     from temper.actor.engines.base import GenerateRequest, SamplingParams
     from temper.actor.engines.embedded import EmbeddedEngine
 
+    forth = [(step.old, step.chunks) for step in made]
+    back = [(step.new, list(delta.encode(step.new, step.old))) for step in reversed(made)]
+    there_and_back = forth + back
     config = json.loads((folder / "config.json").read_text())
     engine = EmbeddedEngine(config, dtype="bfloat16", max_rows=GENERATIONS, max_length_tokens=2048)
-    await engine.apply(delta.stage(delta.encode(None, versions[0]), None))
+    await engine.apply(delta.stage(delta.encode(None, made[0].old), None))
     rng = np.random.default_rng(0)
 
     async def generate() -> None:
@@ -184,15 +195,11 @@ async def measure_pause(folder: Path, versions: list[Weights], swaps: int) -> Ro
 
     running = [asyncio.create_task(generate()) for _ in range(GENERATIONS)]
     pauses: list[float] = []
-    at, step = 0, 1
     while len(pauses) < swaps:
-        if not 0 <= at + step < len(versions):
-            step = -step
-        old, new = versions[at], versions[at + step]
-        update = await asyncio.to_thread(lambda a, b: delta.stage(delta.encode(a, b), a), old, new)
-        assert await engine.apply(update) == new.version.digest
+        old, chunks = there_and_back[len(pauses) % len(there_and_back)]
+        update = await asyncio.to_thread(delta.stage, chunks, old)
+        assert await engine.apply(update) == update.digest
         pauses.append(engine.counts.last_pause_s)
-        at += step
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
@@ -226,15 +233,15 @@ def main(argv: list[str]) -> dict[str, Any]:
         wanted = f">= {at_least}" if at_least is not None else f"< {below}"
         goals.append({"name": name, "goal": wanted, "value": value, "met": met})
 
+    some: list[Any] = []
     for rate in given.rates:
-        folder = given.versions / f"{rate:g}"
-        asyncio.run(maker.make(folder, rate, given.steps, given.cache))
-        row = measure_bytes(rate, maker.read(folder))
+        steps_made = maker.steps(given.versions / f"{rate:g}", rate, given.steps, given.cache)
+        row, kept = asyncio.run(measure_bytes(rate, steps_made))
+        some = some or kept
         rows.append(row)
         if rate in GOALS:
             goal(f"ratio to a full bf16 copy at learning rate {rate:g}", row["ratio"], GOALS[rate])
-        old, new = [w for w in maker.read(folder) if w.version.ordinal in (given.steps // 2, given.steps // 2 + 1)]
-        speed = measure_speed(rate, old, new)
+        speed = measure_speed(rate, kept[-1].old, kept[-1].new)
         rows.append(speed)
         for name, least in (
             ("encode", 1.0),
@@ -246,8 +253,6 @@ def main(argv: list[str]) -> dict[str, Any]:
     if given.swaps:
         from temper.learner.smollm2 import convert
 
-        folder = given.versions / f"{given.rates[0]:g}"
-        some = [weights for weights in maker.read(folder) if weights.version.ordinal < 8]
         pause = asyncio.run(measure_pause(convert(given.cache), some, given.swaps))
         rows.append(pause)
         goal(f"pause of an actor at a swap, p99 over {given.swaps}, ms", pause["pause_p99_ms"], below=50.0)

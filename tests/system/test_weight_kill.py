@@ -72,8 +72,8 @@ def test_what_was_acknowledged_survives_sigkill_and_nothing_torn_is_served(tmp_p
         assert (newest.lineage, newest.ordinal) >= acknowledged[:2]
         if newest.ordinal == acknowledged[1]:
             assert newest.digest == acknowledged[2]
-        for ordinal in store.log.places:
-            route = store.route(None, ordinal)
+        for place in store.log.places:
+            route = store.route(None, place)
             update = delta.stage([frame for _, frame in route.messages()], None)
             assert update.version == route.chain.version
         assert not list(tmp_path.glob("*.part"))
