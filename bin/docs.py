@@ -46,8 +46,14 @@ def comments(source: str) -> dict[tuple[str, str], str]:
 def _type(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return " / ".join(map(str, typing.get_args(hint)))
-    names = {int: "integer", float: "number", str: "text", bool: "true / false", tuple[str, ...]: "list of texts"}
-    return names.get(hint, "number" if hint == float | None else "table")
+    names: dict[Any, str] = {
+        int: "integer",
+        float: "number",
+        str: "text",
+        bool: "true / false",
+        tuple[str, ...]: "list of texts",
+    }
+    return next((words for kind, words in names.items() if hint in (kind, kind | None)), "table")
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

@@ -206,7 +206,7 @@ def _type_name(value: Any) -> str:
 def _expected(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    simple = {
+    simple: dict[Any, str] = {
         int: "an integer",
         float: "a number",
         str: "text",
@@ -214,9 +214,9 @@ def _expected(hint: Any) -> str:
         tuple[str, ...]: "a list of texts",
     }
     for kind, words in simple.items():
-        if hint == kind:
+        if hint in (kind, kind | None):
             return words
-    return "a number" if hint == float | None else "a table"
+    return "a table"
 
 
 def _convert(value: Any, hint: Any, path: str, source: str) -> Any:

@@ -170,8 +170,12 @@ INERT: dict[str, tuple[Callable[[Recipe], bool], str]] = {
     ),
     **{
         f"sandbox.{key}": (_executes, "no domain has needs_sandbox = true")
-        for key in ("required", "mode", "slots", "wall_s", "cpu_s", "memory_mb", "output_kb")
+        for key in ("required", "mode", "slots", "wall_s", "cpu_s", "memory_mb", "output_kb", "jail_per_test")
     },
+    "daemons.sandboxes": (
+        lambda r: _executes(r) or r.daemons.sandboxes == 0,
+        "no domain has needs_sandbox = true, so none is started",
+    ),
     **{
         key: (
             lambda r: r.pacing.max_staleness > 0,
@@ -194,7 +198,10 @@ INERT: dict[str, tuple[Callable[[Recipe], bool], str]] = {
 }
 DOMAIN_INERT: dict[str, tuple[Callable[[Recipe, DomainConfig], bool], str]] = {
     "share": (lambda r, d: d.train, "train = false: it gets no groups"),
-    "warm_start_share": (lambda r, d: r.warm_start.max_steps > 0, "warm_start.max_steps is 0: there is no warm start"),
+    "warm_start_share": (
+        lambda r, d: r.warm_start.max_steps > 0 and d.train,
+        "warm_start.max_steps is 0 (there is no warm start) or train = false (it takes no part)",
+    ),
 }
 
 # Combinations that cannot work: (is it wrong?, what to say).

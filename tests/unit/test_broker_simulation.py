@@ -470,6 +470,32 @@ def test_fast_and_slow_classes_are_trained_as_often_as_sampled() -> None:
     assert set(sim.core.groups.voids["train"]) <= {"run over"}
 
 
+def test_restarts_of_the_learner_do_not_change_which_lengths_are_trained() -> None:
+    """A resume that skips what was under way skips the long ones."""
+    calm = World(
+        max_staleness=2,
+        batch_order="completion",
+        durations_s={"short": 0.5, "middle": 2.0, "long": 6.0, "longest": 12.0},
+        groups_per_step=8,
+        max_steps=40,
+        actors=4,
+        slots=16,
+    )
+    found = []
+    for world in (calm, replace(calm, learner_crash=0.15, seed=1)):
+        sim = Sim(world)
+        sim.run()
+        sim.accounted()
+        assert set(sim.core.groups.voids["train"]) <= {"run over"}
+        found.append(Counter(sim.first_out[group] for group in sim.trained))
+    crashes = sim.incarnation // 2  # each one makes two incarnations: the dead one's end and the next one's start
+    assert crashes >= 5
+    without, restarted = found
+    assert without.total() == restarted.total() == 320
+    for length in calm.durations_s:
+        assert abs(without[length] - 80) <= 6 and abs(restarted[length] - 80) <= 6, found
+
+
 def test_killing_an_actor_with_8_rollouts_in_flight_leases_all_8_again() -> None:
     core = BrokerCore(Recipe(pacing=Pacing(groups_per_step=8, samples_per_group=2, max_staleness=0)))
     core.on(ev.Joined("one", "actor", "one", 8), 0.0)

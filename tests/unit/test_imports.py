@@ -87,6 +87,24 @@ def test_a_file_imports_only_what_its_package_may(path: Path) -> None:
             assert first not in HEAVY or not top, f"{where}: only inside a function"
 
 
+FORKS = {"os.fork", "os.forkpty", "pty.fork", "multiprocessing", "concurrent.futures.ProcessPoolExecutor"}
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_forks_a_process_that_has_threads(path: Path) -> None:
+    """A fork copies locks that other threads hold, and the child waits for them for ever. Processes are started anew;
+    only the single-threaded programs inside a jail fork."""
+    if path.is_relative_to(ROOT / "sandbox" / "inside"):
+        return
+    used = {module for module, _, _ in imports(path)}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            used |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            used.add(ast.unparse(node))
+    assert not {name for name in used if name in FORKS or name.startswith("multiprocessing.")}
+
+
 def test_light_modules_load_nothing_heavy() -> None:
     """The command line, the recipe loader and the transport start without torch; help starts without ZeroMQ too."""
     check = (

@@ -91,6 +91,8 @@ BAD_TEXT = [
     ("[sampling]\nmax_new_tokens = 32", ["leaves no room for a prompt"]),
     ("[warm_start]\nlearning_rate = 0.1", ["warm_start.learning_rate has no effect", "remove it"]),
     ("[sandbox]\nwall_s = 1.0", ["sandbox.wall_s has no effect", "needs_sandbox"]),
+    ("[sandbox]\njail_per_test = true", ["sandbox.jail_per_test has no effect", "needs_sandbox"]),
+    ("[daemons]\nsandboxes = 2", ["daemons.sandboxes has no effect", "needs_sandbox"]),
     ("[pacing]\nmax_staleness = 0\nmax_token_lag = 3", ["pacing.max_token_lag has no effect"]),
     ('[pacing]\nmax_staleness = 0\nbatch_order = "completion"', ["pacing.batch_order has no effect"]),
     ("[run]\ndeterministic = true", ["deterministic needs pacing.max_staleness = 0"]),
@@ -141,6 +143,16 @@ BAD_DOMAINS = [
     ("[[domains]]\nname = 'x'\nmodule = 'a'\nshares = 2", ["unknown key domains.x.shares", "domains.x.share?"]),
     ("[[domains]]\nname = 'x'\nmodule = 'a'\ntrain = false", ["at least one must be trained"]),
     ("[[domains]]\nname = 'x'\nmodule = 'a'\nwarm_start_share = 2.0", ["domains.x.warm_start_share has no effect"]),
+    ("[[domains]]\nname = 'x'\nmodule = 'a'\nstop = 'y'", ["domains.x.stop", "a list of texts"]),
+    (
+        "[[domains]]\nname = 'x'\nmodule = 'a'\nneeds_sandbox = true\n[pacing]\nlease_timeout_s = 5\n[sandbox]\nwall_s = 5",
+        ["pacing.lease_timeout_s = 5 leaves no time for grading", "sandbox.wall_s = 5"],
+    ),
+    (
+        "[warm_start]\nmax_steps = 1\n[[domains]]\nname = 'x'\nmodule = 'a'\n"
+        "[[domains]]\nname = 'y'\nmodule = 'a'\ntrain = false\nwarm_start_share = 2.0",
+        ["domains.y.warm_start_share has no effect", "train = false"],
+    ),
 ]
 
 
