@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from temper.common.wire import FRAME_LIMIT_BYTES
 
 BUNDLE_LIMIT_BYTES = 60 * 1024 * 1024  # one message, below the window that a peer grants
 INDEX = "bundle.json"
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 def digest(frames: Sequence[Any]) -> str:
@@ -48,7 +50,7 @@ class BundleStore:
             raise ProtocolError(f"bundle of {size} bytes, at most {BUNDLE_LIMIT_BYTES}")
         used = 0
         for file in body.files:
-            if not file.name or file.name != os.path.basename(file.name) or file.name.startswith("."):
+            if not PLAIN_NAME.fullmatch(file.name) or file.name == INDEX:
                 raise ProtocolError(f"bundle file {file.name!r}: expected a plain file name")
             if file.frames < 0 or digest(frames[used : used + file.frames]) != file.digest:
                 raise ProtocolError(f"bundle file {file.name!r} does not have the digest that its entry names")

@@ -21,7 +21,7 @@ from temper.broker.core import BrokerCore
 from temper.broker.guests import Guests
 from temper.broker.ledger import Accepted, Ledger
 from temper.broker.reported import Reported
-from temper.broker.validate import BadSamples
+from temper.broker.validate import BadSamples, check_metrics
 from temper.common import schema
 from temper.common.errors import ProtocolError, TemperError
 from temper.common.log import log
@@ -154,9 +154,11 @@ class ControlDesk:
                     self._jobs.setdefault(body.job_id, (delivery.raw_meta, delivery.frames))
                 self.take(ev.Received(key, body, delivery.size))
             case schema.JobDone():
-                self.commits.turn.verdicts[body.job_id] = delivery.frames
-                self.take(ev.Received(key, body))
+                for action in self.take(ev.Received(key, body)):
+                    if isinstance(action, ev.ForwardVerdict):  # this verdict counts: no other's frames go with it
+                        self.commits.turn.verdicts[body.job_id] = delivery.frames
             case schema.Metrics():
+                check_metrics(body, self.guests.role(key))
                 self.reported.take(key, self.guests.role(key), body)
                 self.relay(body)
             case schema.StatusRequest():

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from temper.common.arrays import unpack_arrays, unpacked
 from temper.common.errors import ProtocolError, TemperError
-from temper.common.schema import ArraySpec, SampleMeta, Samples
+from temper.common.metrics import kind_of
+from temper.common.schema import ArraySpec, Metrics, Role, SampleMeta, Samples
 
 REQUIRED = {
     "tokens": ("int32", 4),
@@ -52,6 +53,18 @@ def check(body: Samples, frames: Sequence[Any]) -> None:
     _values(views, starts)
     for i, meta in enumerate(body.samples):
         _meta(meta, starts[i + 1] - starts[i])
+
+
+def check_metrics(body: Metrics, role: Role) -> None:
+    """Raise ProtocolError unless these are finite values of declared metrics of that role's daemon: the learner adds them
+    up, and no peer speaks for another."""
+    own = "actor/" if role == "eval" else f"{role}/"
+    for kind, values in (("counter", body.counters), ("gauge", body.gauges)):
+        for name, value in values.items():
+            if not name.startswith(own) or kind_of(name) != kind:
+                raise ProtocolError(f"metric {name[:100]!r} is no {kind} that a daemon of role {role} reports")
+            if not math.isfinite(value):
+                raise ProtocolError(f"metric {name} is {value}, expected a finite number")
 
 
 def _views(specs: Sequence[ArraySpec], frames: Sequence[Any]) -> dict[str, memoryview]:

@@ -35,6 +35,12 @@ def declare(name: str, unit: str, kind: Kind, definition: str) -> str:
     return name
 
 
+def kind_of(name: str) -> Kind | None:
+    """Whether a name is a declared counter or gauge; None for any other."""
+    metric = REGISTRY.get(name) or REGISTRY.get(name.rsplit("/", 1)[0] + "/*")
+    return metric.kind if metric else None
+
+
 class Meter:
     """Counts of one daemon. Unknown names raise: the registry is the whole list."""
 
@@ -48,8 +54,7 @@ class Meter:
 
     @staticmethod
     def _check(name: str, kind: Kind) -> None:
-        metric = REGISTRY.get(name) or REGISTRY.get(name.rsplit("/", 1)[0] + "/*")
-        if metric is None or metric.kind != kind:
+        if kind_of(name) != kind:
             raise KeyError(f"{name} is not a declared {kind}: declare it in common/metrics.py")
 
     def add(self, name: str, value: float = 1.0) -> None:

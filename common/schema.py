@@ -138,7 +138,10 @@ class Drain(Body, frozen=True):
 
 
 class Metrics(Body, frozen=True):
-    """peer -> B -> learner: the full key set of one tick. `sums` adds over ticks, `gauges` holds last values."""
+    """peer -> B -> learner: the full key set of one tick. `counters` add over ticks, `gauges` hold last values.
+
+    Declared names of the sender's own role and finite values, or the peer is closed.
+    """
 
     KIND: ClassVar[int] = 8
     RELIABLE: ClassVar[bool] = False

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from temper.common.errors import EnvironmentFault
-from temper.common.metrics import REGISTRY
+from temper.common.metrics import kind_of
 from temper.common.schema import Metrics
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -20,12 +20,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 WINDOW_S = 5.0  # ticks of a daemon are merged over this time
 SOURCES_LIMIT = 256  # sub-directories: peers choose their names
-
-
-def kind_of(name: str) -> str | None:
-    """counter, gauge, or None for a name that is not registered."""
-    metric = REGISTRY.get(name) or REGISTRY.get(name.rsplit("/", 1)[0] + "/*")
-    return metric.kind if metric else None
 
 
 class _Window:

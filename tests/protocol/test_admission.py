@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from temper.common import keys
+from temper.common.admission import Admission
 from temper.common.errors import ConfigError, EnvironmentFault, PeerLost
 from temper.common.peer import Peer
 from temper.common.schema import Touch
-from temper.common.sockets import bind, parse_address
+from temper.common.sockets import bind, domain_of, parse_address
 
 HOLDER = (
     "import sys, time\n"
@@ -121,6 +122,23 @@ def test_a_key_that_is_allowed_later_gets_in_without_a_restart(kit: Any) -> None
         broker.close()
 
     asyncio.run(later())
+
+
+def test_whoever_knocks_often_does_not_fill_the_log(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("temper.common.admission.log", lines.append)
+
+    async def knock() -> None:
+        broker_keys = keys.new_broker(kit.folder / "k")
+        handler = Admission.of(broker_keys)
+        try:
+            request = [b"1.0", b"1", domain_of(broker_keys).encode(), b"10.0.0.9", b"", b"CURVE", bytes(32)]
+            assert all(handler._answer(request)[2] == b"400" for _ in range(100))
+        finally:
+            handler.leave()
+
+    asyncio.run(knock())
+    assert len(lines) == 1 and "10.0.0.9 was refused" in lines[0]
 
 
 def test_a_broker_with_another_key_is_not_trusted(kit: Any) -> None:

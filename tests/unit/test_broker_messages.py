@@ -13,12 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from temper.broker import intake
 from temper.broker.assembly import Unsendable, build_group
+from temper.broker.bulk import BulkDesk
 from temper.broker.bundle import BUNDLE_LIMIT_BYTES, BundleStore, digest
+from temper.broker.guests import Guests
 from temper.broker.leases import LeaseRecord
-from temper.broker.validate import BadSamples, check
+from temper.broker.validate import BadSamples, check, check_metrics
 from temper.common import schema
 from temper.common.arrays import divide, pack_arrays, unpack_arrays
 from temper.common.errors import ProtocolError
+from temper.common.metrics import Meter
+from temper.common.peer_daemon import metrics_of
 from temper.common.wire import pack_meta, unpack_meta
 
 LENGTHS = (5, 3)
@@ -299,12 +303,51 @@ def test_a_bundle_survives_the_process(tmp_path: Path) -> None:
     assert BundleStore(tmp_path / "bundle").body is None
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "", ".hidden", "a/b", ".."])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/x", "", ".hidden", "a/b", "..", "a\0b", "x" * 300, "a\nb", "bundle.json"]
+)
 def test_a_bundle_writes_only_plain_names(tmp_path: Path, name: str) -> None:
     body = schema.Bundle([schema.BundleFile(name, digest([b"x"]), 1)])
     with pytest.raises(ProtocolError, match="plain file name"):
         BundleStore(tmp_path / "bundle").put(body, [b"x"])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("role", "counters", "gauges", "reason"),
+    [
+        ("actor", {"actor/engine/sampled_tokens": math.nan}, {}, "is nan, expected a finite number"),
+        ("actor", {}, {"actor/engine/rows_count": math.inf}, "is inf, expected a finite number"),
+        ("actor", {}, {"broker/void/no contrast": 3.0}, "no gauge that a daemon of role actor reports"),
+        ("sandbox", {"sandbox/made/up": 1.0}, {}, "no counter that a daemon of role sandbox reports"),
+        ("eval", {"actor/engine/rows_count": 1.0}, {}, "no counter that a daemon of role eval reports"),
+    ],
+)
+def test_metrics_that_nobody_can_add_up_are_an_offence(
+    role: Any, counters: dict[str, float], gauges: dict[str, float], reason: str
+) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        check_metrics(schema.Metrics("x", counters, gauges), role)
+
+
+@pytest.mark.parametrize("role", ["actor", "eval", "sandbox", "learner"])
+def test_every_metric_of_a_daemon_is_taken(role: Any) -> None:
+    for message in metrics_of("x", Meter("actor" if role == "eval" else role)):
+        check_metrics(message, role)
+    check_metrics(schema.Metrics("x", {"actor/weights/reseeds_by_reason_count/gap": 1.0}, {}), "actor")
+
+
+def test_only_the_runs_learner_publishes_weights_and_the_bundle(tmp_path: Path) -> None:
+    """Whatever role a peer names on the bulk socket."""
+    guests = Guests("run")
+    desk = BulkDesk(BundleStore(tmp_path / "bundle"), guests, pytest.fail)
+    actor, learner = (schema.Hello(role, role, "s") for role in ("actor", "learner"))
+    assert desk._is_learner(b"not let in yet", learner) and not desk._is_learner(b"not let in yet", actor)
+    guests.add(b"a", actor)
+    guests.add(b"l", learner)
+    assert desk._is_learner(b"l", learner)
+    assert not desk._is_learner(b"a", learner), "an actor that calls itself the learner on the bulk socket"
+    assert not desk._is_learner(b"never let in", learner), "there is a learner"
 
 
 def test_a_bundle_must_be_what_it_says(tmp_path: Path) -> None:
