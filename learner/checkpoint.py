@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -22,8 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from temper.common.errors import EnvironmentFault
-
-log = logging.getLogger(__name__)
+from temper.common.log import log
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -190,7 +188,7 @@ def load_newest(root: Path) -> Checkpoint:
         try:
             return load(root / folder_name(version))
         except Damaged as damaged:
-            log.warning("%s; taking the one before it", damaged)
+            log(f"{damaged}; taking the one before it")
             troubles.append(str(damaged))
     why = "; ".join(troubles) if troubles else "there is none"
     raise EnvironmentFault(f"no usable checkpoint below {root}: {why}")

@@ -42,6 +42,11 @@ class Curriculum:
             raise ConfigError(f"no domain of the recipe has train = true and {key} above 0: there is nothing to learn")
         return found
 
+    def portions(self) -> dict[str, float]:
+        """domain -> its part of the train lane's groups, 1 in all."""
+        shares = {name: share for name, (_, share) in self.shares("train").items()}
+        return {name: share / sum(shares.values()) for name, share in shares.items()}
+
     def observe(self, groups: Sequence[GroupData]) -> None:
         """Take note of a step's groups."""
         for group in groups:

@@ -20,6 +20,7 @@ from temper.learner.curriculum import Curriculum
 from temper.learner.evaluation import DomainResult, from_plain, to_plain
 from temper.learner.inbox import GroupData
 from temper.learner.oversight import Oversight
+from temper.learner.report import member
 from temper.learner.step import StepReport, Trainer
 from transformers import PreTrainedModel
 
@@ -121,6 +122,8 @@ class Session:
         self.ordinal += 1
         self.curriculum.observe(groups)
         self.totals.take(report, groups)
+        for domain, portion in self.curriculum.portions().items():
+            report.metrics[member(names.LEARNER_SHARE, domain)] = (portion, 1.0)
         return report, self.oversight.step(report)
 
     def serving_tensors(self) -> dict[str, TensorBits]:

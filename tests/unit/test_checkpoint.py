@@ -132,7 +132,7 @@ def test_rewriting_the_same_version_never_loses_every_copy(tmp_path, after):
 
 @pytest.mark.parametrize("victim", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("how", ["cut", "flip", "gone"])
-def test_a_damaged_one_is_named_and_the_older_taken(tmp_path, victim, how, caplog):
+def test_a_damaged_one_is_named_and_the_older_taken(tmp_path, victim, how, capsys):
     write(tmp_path, made(1), kept=2)
     folder, _ = write(tmp_path, made(2), kept=2)
     path = folder / victim
@@ -145,7 +145,7 @@ def test_a_damaged_one_is_named_and_the_older_taken(tmp_path, victim, how, caplo
     with pytest.raises(Damaged, match="version-0000000002"):
         load(folder)
     found = load_newest(tmp_path)
-    assert found.version == 1 and "version-0000000002" in caplog.text
+    assert found.version == 1 and "version-0000000002" in capsys.readouterr().err
     assert_whole(found)
 
 

@@ -62,5 +62,6 @@ def test_shares_come_from_the_recipe():
     curriculum = Curriculum(domains)
     assert curriculum.shares("train") == {"a": (3, 2.0), "b": (0, 1.0)}
     assert curriculum.shares("demo") == {"a": (3, 1.0)}
+    assert sum(curriculum.portions().values()) == pytest.approx(1.0)
     with pytest.raises(ConfigError, match="warm_start_share"):
         Curriculum(domains[1:]).shares("demo")
