@@ -34,6 +34,7 @@ from temper.cli.view import Picture, duration
 from temper.common import recipe as recipes
 from temper.common.config import Recipe, WarmStart
 from temper.common.errors import ConfigError, RunFailed
+from temper.common.log import clean
 from temper.common.recipe_derived import domain_sampling
 from temper.common.reports import EVALUATIONS_FILE, RECIPE_FILE, Evaluated, decode, write_atomically
 
@@ -267,7 +268,7 @@ def show(planned: Plan, made: Mapping[str, DomainMeasure], wall_s: float) -> Non
     lines += [f"{name}: not evaluated: {why}" for name, why in planned.unavailable.items()]
     lines.append(f"took {duration(wall_s)}")
     for line in filter(None, lines):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(clean(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def main(argv: Sequence[str]) -> int:

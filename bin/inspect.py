@@ -1,4 +1,4 @@
-"""`temper inspect RUN`: what a run directory holds: recipe, steps, evaluations, and the fate of every group in the ledger."""
+"""`temper inspect RUN`: what a run directory holds: recipe, steps, evaluations, and what became of groups and samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from temper.cli.view import duration
 from temper.common import recipe as recipes
 from temper.common.errors import ConfigError
-from temper.common.reports import RECIPE_FILE, Progress, ProgressReader, read_summary
+from temper.common.log import clean
+from temper.common.reports import RECIPE_FILE, Progress, ProgressReader, Summary, read_summary
 
 
 def shown(accuracy: float | None) -> str:
@@ -31,7 +32,21 @@ def steps_lines(lines: Sequence[Progress]) -> list[str]:
     for line in lines:
         if line.kind == "eval":
             accuracies = ", ".join(f"{domain} {shown(value)}" for domain, value in line.accuracy.items())
-            found.append(f"evaluation  {line.when} (version {line.version}): {accuracies or line.reason}")
+            found.append(f"evaluation  {line.when} (version {line.version}): {accuracies or clean(line.reason)}")
+    return found
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """What summary.json tells."""
+    ended = f"{clean(summary.exit_reason)} (exit code {summary.exit_code})"
+    found = [f"summary     {ended} after {duration(summary.wall_s)}"]
+    for name, counts in (("groups", summary.groups), ("samples", summary.samples)):
+        if counts:
+            found.append(f"{name:<11} " + ", ".join(f"{count:,} {clean(fate)}" for fate, count in counts.items()))
+    for name, row in summary.domains.items():
+        reason = f" ({clean(row.reason)})" if row.reason else ""
+        accuracies = f"{shown(row.accuracy_before)} -> {shown(row.accuracy_after)}"
+        found.append(f"domain      {clean(name)}: {row.status}, {accuracies}{reason}")
     return found
 
 
@@ -52,7 +67,5 @@ def main(argv: Sequence[str]) -> int:
     if summary is None:
         print("summary     none: the run goes on, or was killed")
     else:
-        print(f"summary     {summary.exit_reason} (exit code {summary.exit_code}) after {duration(summary.wall_s)}")
-        for name, row in summary.domains.items():
-            print(f"domain      {name}: {row.status}, {shown(row.accuracy_before)} -> {shown(row.accuracy_after)}")
+        print("\n".join(summary_lines(summary)))
     return 0

@@ -32,7 +32,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "demo",
         "temper.cli.run",
-        "run the demo recipe: a micro model learns two tasks in about three minutes",
+        "run the demo recipe: a micro model learns two tasks in a minute or two",
         ("demo",),
     ),
     Command("run", "temper.cli.run", "run a recipe on this machine: starts and supervises every daemon"),
@@ -41,7 +41,9 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("status", "temper.cli.status", "what the daemons of a run are doing, live or once"),
     Command("check", "temper.cli.check", "check this host, or a recipe, without starting anything"),
-    Command("inspect", "temper.cli.inspect", "what a run directory holds: steps, accuracies, fate of every group"),
+    Command(
+        "inspect", "temper.cli.inspect", "what a run directory holds: steps, accuracies, fates of groups and samples"
+    ),
     Command("plot", "temper.cli.plot", "draw a run's curve to a PNG or SVG file"),
     Command("export", "temper.cli.export", "the trained model of a run as a folder that transformers loads"),
     Command("weights", "temper.cli.weights", "show, verify or export the versions of a run's weight log"),
@@ -97,6 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(f"temper {command.name}", lambda: module.main([*command.prefix, *arguments[1:]]))
 
 
+def printable(text: str) -> str:
+    """`text` without what could drive a terminal: errors quote what files, programs and peers said."""
+    from temper.common.log import clean
+
+    return "\n".join(clean(line) for line in text.splitlines())
+
+
 def guarded(label: str, call: Callable[[], int]) -> int:
     """Call `call`, turning expected errors into one line on stderr and an exit code."""
     try:
@@ -104,7 +113,7 @@ def guarded(label: str, call: Callable[[], int]) -> int:
     except TemperError as error:
         if os.environ.get("TEMPER_DEBUG") == "1":
             traceback.print_exc()
-        print(f"{label}: {error}", file=sys.stderr)
+        print(f"{label}: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"{label}: interrupted", file=sys.stderr)

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from temper.cli import preflight, rundir, view
 from temper.cli.policy import Ending, Policy
 from temper.cli.processes import commands
@@ -22,6 +23,7 @@ from temper.cli.supervisor import Supervisor, display
 from temper.common import recipe as recipes
 from temper.common.config import Recipe
 from temper.common.errors import ConfigError
+from temper.common.log import clean
 from temper.common.recipe_derived import derived_table
 from temper.common.reports import (
     RECIPE_FILE,
@@ -190,7 +192,7 @@ def show_plan(planned: Plan) -> None:
 def show_summary(summary: Summary) -> None:
     """The summary as a table on stdout."""
     console = Console()
-    table = Table(title=f"{summary.name}: {summary.exit_reason}", title_justify="left")
+    table = Table(title=Text(f"{summary.name}: {clean(summary.exit_reason)}"), title_justify="left")
     for column in ("domain", "status", "accuracy before", "accuracy after", "held-out tasks"):
         table.add_column(column)
     for name, row in summary.domains.items():
@@ -212,7 +214,7 @@ def show_summary(summary: Summary) -> None:
         console.print(f"{name:<14} {value}", markup=False, highlight=False, soft_wrap=True)
     for name, row in summary.domains.items():
         if row.reason:
-            console.print(f"{name}: {row.reason}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{name}: {clean(row.reason)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def main(argv: Sequence[str]) -> int:

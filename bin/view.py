@@ -196,7 +196,7 @@ def panel(picture: Picture, now: float) -> RenderableType:
     )
     table = Table.grid(padding=(0, 2))
     for name, value in facts(picture):
-        table.add_row(Text(name, style="dim"), value)
+        table.add_row(Text(name, style="dim"), Text(value))  # not markup: some of it comes from peers
     colours = {"ready": "green", "starting": "yellow", "restarting": "red", "given up": "red"}
     processes = Text("  ").join(
         Text(f"{process.name} {process.note or process.state}", style=colours.get(process.state, "dim"))
@@ -205,5 +205,8 @@ def panel(picture: Picture, now: float) -> RenderableType:
     bar = Table.grid(expand=True)  # a bare bar ends without a new line
     bar.add_row(ProgressBar(total=max(1, picture.max_steps), completed=picture.step))
     return Panel(
-        Group(head, bar, table, processes), title=f"temper {picture.name}", subtitle=picture.run_dir, title_align="left"
+        Group(head, bar, table, processes),
+        title=f"temper {picture.name}",
+        subtitle=Text(picture.run_dir),
+        title_align="left",
     )

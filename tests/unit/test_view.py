@@ -7,8 +7,9 @@ import io
 import pytest
 from rich.console import Console
 from temper.cli import view
+from temper.cli.inspect import summary_lines
 from temper.cli.status_view import View
-from temper.common.reports import LagStatus, PeerStatus, Progress, RunStatus, WeightsStatus
+from temper.common.reports import DomainSummary, LagStatus, PeerStatus, Progress, RunStatus, Summary, WeightsStatus
 
 
 def picture() -> view.Picture:
@@ -40,6 +41,24 @@ def drawn(renderable: object, width: int = 160) -> str:
     out = io.StringIO()
     Console(file=out, width=width, force_terminal=False).print(renderable)
     return out.getvalue()
+
+
+def test_what_a_peer_says_is_no_markup() -> None:
+    made = picture()
+    peer = PeerStatus("learner", "learner", waiting_for="[/x] [bold]actors\x1b[2J")
+    made.take_status(RunStatus(phase="train", peers=[peer]), 6.0)
+    assert r"[/x] [bold]actors\x1b[2J" in drawn(view.panel(made, 75.0))
+
+
+def test_what_a_summary_says_cannot_drive_a_terminal() -> None:
+    row = DomainSummary(reason="\x1b[2Jgone", accuracy_before=0.5)
+    summary = Summary(
+        exit_reason="\x1b]0;x", exit_code=2, groups={"trained": 3, "void_no_contrast": 1}, domains={"a": row}
+    )
+    lines = summary_lines(summary)
+    assert all(line.isprintable() for line in lines)
+    assert "groups      3 trained, 1 void_no_contrast" in lines
+    assert r"domain      a: trained, 50.0% -> - (\x1b[2Jgone)" in lines
 
 
 def test_both_forms_show_the_same_facts() -> None:
