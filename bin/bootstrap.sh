@@ -12,7 +12,7 @@ die() { say "$*"; exit 4; }
 
 # find_python: sets PYTHON to the first interpreter that is new enough.
 find_python() {
-    found=""
+    PYTHON="" found=""
     for candidate in ${TEMPER_PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
         path=$(command -v "$candidate" 2>/dev/null) || continue
         version=$("$path" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null) || continue
@@ -139,15 +139,16 @@ install() {
         say "the Python of $ROOT/.venv is gone or too old: making .venv again"
         rm -rf .venv
     fi
-    if [ ! -x .venv/bin/python ]; then
+    made=yes
+    if [ ! -x .venv/bin/pip ] && ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        made="" # nothing there, or interrupted before it had pip
         find_python
         say "first start: making $ROOT/.venv with $PYTHON (a few minutes, about 2.5 GB)"
     fi
     mkdir -p .venv
     LOG=$ROOT/.venv/install.log
     : >"$LOG"
-    [ -x .venv/bin/pip ] || .venv/bin/python -m pip --version >/dev/null 2>&1 ||
-        step "making .venv" "$PYTHON" -m venv .venv || explain "$LOG" "a virtual environment"
+    [ -n "$made" ] || step "making .venv" "$PYTHON" -m venv .venv || explain "$LOG" "a virtual environment"
     if [ "$1" = gpu ]; then # a CUDA build of torch names the triton that it needs
         grep -v '^triton==' bin/constraints.txt >.venv/constraints.txt
         PIP_CONSTRAINT=.venv/constraints.txt

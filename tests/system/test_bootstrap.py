@@ -120,6 +120,21 @@ def test_offline_says_so_and_keeps_what_is_there(checkout: Path) -> None:
 
 
 @pytest.mark.system
+def test_a_venv_that_was_interrupted_before_it_had_pip_is_made_again(checkout: Path, tmp_path: Path) -> None:
+    script(checkout / ".venv" / "bin" / "python", '#!/bin/sh\ncase "$*" in *"-m pip"*) exit 1;; esac\n')
+    script(
+        tmp_path / "python",
+        '#!/bin/sh\ncase "$1 $2" in\n-c*print*) echo 3.12.0;;\n'
+        '"-m venv") printf %s "$OBEDIENT" > .venv/bin/python; : > .venv/bin/pip; chmod +x .venv/bin/pip;;\nesac\n',
+    )
+    environment = {"TEMPER_PYTHON": str(tmp_path / "python"), "OBEDIENT": OBEDIENT, "CALLS": str(tmp_path / "calls")}
+    done = start(checkout, "version", **environment)
+    assert done.returncode == 0, done.stderr
+    assert "making .venv: done" in done.stderr and "ready in" in done.stderr
+    assert "-m temper.cli.main version" in (tmp_path / "calls").read_text()
+
+
+@pytest.mark.system
 def test_installs_once_and_passes_arguments_on(checkout: Path, tmp_path: Path) -> None:
     script(checkout / ".venv" / "bin" / "python", OBEDIENT)
     (checkout / ".venv" / "bin" / "pip").touch(mode=0o755)
