@@ -85,7 +85,8 @@ def built_in_domains() -> list[str]:
 
 
 def domain_digests(modules: Sequence[str]) -> dict[str, str]:
-    """Module -> blake2b-16 (hex) of its source, without importing it. ConfigError if one can't be found."""
+    """Module -> blake2b-16 (hex) of its source; only the packages it lies in are imported. ConfigError if one can't be
+    found."""
     found: dict[str, str] = {}
     for name in modules:
         try:

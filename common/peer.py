@@ -124,7 +124,7 @@ class Peer:
     async def send(self, body: Body, frames: Sequence[Any] = (), version: int = 0) -> None:
         """Send; for a reliable message wait until the broker's credit covers it. PeerLost if the broker is gone.
 
-        Frames from 64 KiB on are not copied: don't write to them afterwards.
+        Frames are kept as they are, to be sent again if need be: don't write to them until they are acknowledged.
         """
         side = self._side(body)
         if not body.RELIABLE:

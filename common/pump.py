@@ -139,7 +139,7 @@ class Router:
         """Send within the peer's credit, queue beyond it. False if the peer is gone (it was reported closed) or if a
         transient message could not leave now. A peer whose queue is full is closed.
 
-        `frames` are not copied from 64 KiB on: don't write to them afterwards.
+        `frames` are kept as they are, to be sent again if need be: don't write to them afterwards.
         """
         remote = self._peers.get(peer)
         if remote is None:

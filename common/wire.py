@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from temper.common.errors import ProtocolError
@@ -27,12 +27,6 @@ _PREFIX = MAGIC + bytes([PROTOCOL])
 HEADER_BYTES = _HEADER.size
 
 Frame = bytes | bytearray | memoryview
-
-
-class Buffer(Protocol):
-    """Anything with the buffer protocol (bytes, memoryview, zmq.Frame, numpy array)."""
-
-    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 
 @dataclass(frozen=True, slots=True)

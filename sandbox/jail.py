@@ -22,7 +22,6 @@ from temper.sandbox.libraries import JUDGE_LIBRARIES, PROGRAM_LIBRARIES, binds_o
 POLICY = Path(__file__).with_name("policy.cfg")
 INSIDE = Path(__file__).with_name("inside")
 INSIDE_IN_JAIL = "/opt/temper"
-CONTROL_FD = 3
 NOBODY = 65534
 RERUN_SHARE = 0.01
 PRELOAD = ("math", "random", "re", "collections", "itertools", "functools", "heapq", "bisect", "string", "operator")
