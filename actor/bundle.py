@@ -5,16 +5,9 @@ from __future__ import annotations
 import hashlib
 
 from temper.common.errors import ProtocolError
+from temper.common.model_files import NAMES
 from temper.common.schema import Bundle
 
-NAMES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 LIMIT_BYTES = 128 * 1024 * 1024
 
 

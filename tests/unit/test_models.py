@@ -56,6 +56,26 @@ def test_a_missing_or_foreign_folder_is_named(tmp_path: Path) -> None:
         models.load(Model(path=str(tmp_path)), 0, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("config.json", b"{", "config.json of the model is not JSON"),
+        ("config.json", b"[]", "expected an object"),
+        ("config.json", b'{"architectures": 3}', "architecture unknown, expected one of"),
+        ("model.safetensors", b"nothing of the kind", "its weights cannot be loaded"),
+    ],
+)
+def test_a_damaged_folder_is_named(tmp_path: Path, name: str, data: bytes, said: str) -> None:
+    made = models.micro(Model(vocabulary="ab", hidden_size=8, heads=2, layers=1, intermediate_size=8), 0)
+    made.model.save_pretrained(tmp_path)
+    for file, content in made.bundle_files.items():
+        (tmp_path / file).write_bytes(content)
+    assert models.from_folder(tmp_path).eos_ids == (0,)
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=said):
+        models.from_folder(tmp_path)
+
+
 def test_unpermute_inverts_the_interleaving_of_rotary_halves() -> None:
     heads, head_dim, width = 3, 8, 5
     plain = np.arange(heads * head_dim * width, dtype=np.float32).reshape(heads * head_dim, width)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from temper.actor.bundle import unpack_bundle
-from temper.actor.text import Text, end_ids
+from temper.actor.text import Text
 from temper.common.errors import ConfigError, ProtocolError
+from temper.common.model_files import end_ids
 from temper.common.schema import Bundle, BundleFile
 from temper.learner.models import character_tokenizer
 
@@ -36,6 +37,9 @@ def test_end_ids_prefer_the_generation_config() -> None:
     assert end_ids(files(**{"generation_config.json": {"eos_token_id": [2, 1]}})) == (2, 1)
     with pytest.raises(ConfigError, match="eos_token_id"):
         end_ids(files(**{"config.json": {}}))
+    for wrong in ("2", [2, None], [], True, 1.5):
+        with pytest.raises(ConfigError, match="eos_token_id"):
+            end_ids(files(**{"config.json": {"eos_token_id": wrong}}))
 
 
 def test_stop_ids_are_single_tokens() -> None:
