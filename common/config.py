@@ -114,9 +114,10 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    kind: Literal["frozen", "ema", "reset"] = "frozen"  # the policy that the KL is measured against
+    kind: Literal["frozen", "ema", "reset", "reset_on_gain"] = "frozen"  # the policy that the KL is measured against
     ema_decay: float = 0.99  # ema: share of the old reference kept at every step
     reset_every_steps: int = 100  # reset: the reference becomes the current policy every n steps
+    reset_gain: float = 0.01  # reset_on_gain: it does so when held-out accuracy exceeds its best so far by this
     kl_target_nats: float = 0.0  # > 0: objective.kl_coefficient is steered so that the KL per token stays near this
     kl_horizon_steps: int = 20  # steered: steps over which the coefficient reacts
 

@@ -66,6 +66,7 @@ RANGES: dict[str, str] = {
     "objective.overlong_buffer_tokens": ">=0",
     "reference.ema_decay": ">=0 <1",
     "reference.reset_every_steps": ">=1",
+    "reference.reset_gain": ">=0 <1",
     "reference.kl_target_nats": ">=0",
     "reference.kl_horizon_steps": ">=1",
     "critic.learning_rate": ">0",
@@ -132,6 +133,20 @@ def _critic(recipe: Recipe) -> bool:
     )
 
 
+SUPPORT_LIMIT = 4096  # most ids that truncated sampling may keep for one token; `kernels.flags` has the same
+
+
+def _support_bound(recipe: Recipe) -> float:
+    """Most ids that a token's truncated distribution can hold; 0 where nothing is cut."""
+    s = recipe.sampling
+    bounds = [float(s.top_k)] if s.top_k else []
+    if s.min_p > 0:
+        bounds.append(1 / s.min_p)
+    if _micro(recipe):
+        bounds.append(float(len(recipe.model.vocabulary)))
+    return min(bounds, default=math.inf) if s.top_p < 1 or s.top_k or s.min_p > 0 else 0.0
+
+
 def _executes(recipe: Recipe) -> bool:
     return any(domain.needs_sandbox for domain in recipe.domains)
 
@@ -157,7 +172,11 @@ INERT: dict[str, tuple[Callable[[Recipe], bool], str]] = {
     ),
     "reference.reset_every_steps": (
         lambda r: _reference(r) and r.reference.kind == "reset",
-        "only a reference of kind reset is reset",
+        "only a reference of kind reset is reset every n steps",
+    ),
+    "reference.reset_gain": (
+        lambda r: _reference(r) and r.reference.kind == "reset_on_gain",
+        "only a reference of kind reset_on_gain looks at held-out accuracy",
     ),
     "reference.kl_target_nats": (_reference, "objective.kl_coefficient is 0: there is no KL to steer"),
     "reference.kl_horizon_steps": (
@@ -237,6 +256,27 @@ CROSS: list[Rule] = [
         lambda r: (
             f"optimizer.tokens_per_microbatch = {r.optimizer.tokens_per_microbatch} does not hold one sequence of "
             f"model.max_length_tokens = {r.model.max_length_tokens}"
+        ),
+    ),
+    (
+        lambda r: _reference(r) and r.reference.kind == "reset_on_gain" and r.eval.every_steps == 0,
+        lambda r: (
+            "reference.kind = 'reset_on_gain' needs held-out accuracy during training: set eval.every_steps to at least 1"
+        ),
+    ),
+    (
+        lambda r: r.run.deterministic and _reference(r) and r.reference.kind == "reset_on_gain",
+        lambda r: (
+            "run.deterministic does not go with reference.kind = 'reset_on_gain': when an evaluation ends depends on "
+            "timing; use kind = 'reset'"
+        ),
+    ),
+    (
+        lambda r: _support_bound(r) > SUPPORT_LIMIT,
+        lambda r: (
+            f"sampling.top_k = {r.sampling.top_k}, top_p = {r.sampling.top_p:g}, min_p = {r.sampling.min_p:g} may keep more "
+            f"than {SUPPORT_LIMIT} ids for a token, and each of them is sent to the learner, which normalises over the "
+            f"same ids: set sampling.top_k to at most {SUPPORT_LIMIT}, or sample from the whole vocabulary"
         ),
     ),
     (

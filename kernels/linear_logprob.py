@@ -10,12 +10,13 @@ Formulas: `reference.logits_of`, `reference.logprob_of`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
+from math import isfinite, log
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from temper.kernels import linear_logprob_torch as chunked
+from temper.kernels.backends import HALF_TO_SINGLE, use_triton
 from temper.kernels.flags import SUPPORT_LIMIT
 from temper.kernels.segments import check_cu_seqlens
 from torch import Tensor
@@ -61,7 +62,7 @@ def linear_logprob(
     temperature > 0, scalar or f32[N], no gradient. softcap c: c tanh(x / c) before the temperature.
     valid_vocab: ids from there on are padding and have probability 0. entropy: none, value (no gradient), grad.
     support = (ids i32[M], cu i64[N+1]): the ids that top-p/top-k/min-p kept for each row, so that truncated sampling is
-    normalised over the same set; an empty row keeps the whole vocabulary; at most SUPPORT_LIMIT ids a row.
+    normalised over the same set; an empty row keeps the whole vocabulary; distinct ids, at most SUPPORT_LIMIT a row.
     group: vocabulary-parallel ranks, each with an equal shard of weight (and bias) in rank order and the same hidden and
     target; hidden's gradient is summed over them. backend: auto takes Triton on a GPU (float64 aside), else chunked torch.
     ValueError names the argument, what was found and what was expected.
@@ -101,17 +102,11 @@ def linear_logprob(
 
 
 def _implementation(backend: str, hidden: Tensor) -> Any:
-    """The module with `dense_stats` and `dense_backward`."""
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend: found {backend!r}, expected auto, torch or triton")
-    if backend == "torch" or (backend == "auto" and not (hidden.is_cuda and hidden.dtype != torch.float64)):
+    """The module with `dense_stats`, `dense_backward`, `support_stats` and `support_backward`."""
+    if not use_triton(backend, (hidden,), HALF_TO_SINGLE):
         return chunked
     from temper.kernels import linear_logprob_triton
 
-    if hidden.dtype == torch.float64 or not (hidden.is_cuda or linear_logprob_triton.INTERPRETED):
-        raise ValueError(
-            f"backend: found 'triton' with {hidden.dtype} on {hidden.device}, expected fp32, bf16 or fp16 on a GPU"
-        )
     return linear_logprob_triton
 
 
@@ -123,6 +118,9 @@ def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
             f"hidden: found {hidden.dtype}{list(hidden.shape)}, expected hidden states [tokens, {weight.shape[1]}] "
             f"as weight {list(weight.shape)} needs (not logits)"
         )
+    for name, tensor in (("weight", weight), ("target", target), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{name}: found on {tensor.device}, expected {hidden.device} as hidden is")
     if target.shape != hidden.shape[:1] or target.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"target: found {target.dtype}{list(target.shape)}, expected i64[{hidden.shape[0]}]")
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -151,6 +149,10 @@ def check_target(name: str, target: Tensor, ignore_index: int, valid: int) -> Te
 def check_temperature(temperature: float | Tensor, hidden: Tensor) -> Tensor:
     """f32[N] (expanded, no copy for a scalar)."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    if isinstance(temperature, (int, float)):  # known on the host: nothing to wait for
+        if not (isfinite(temperature) and temperature > 0):
+            raise ValueError(f"temperature: found {temperature:g}, expected finite and > 0")
+        return torch.full((), temperature, dtype=dtype, device=hidden.device).expand(hidden.shape[0])
     value = torch.as_tensor(temperature, dtype=dtype, device=hidden.device).detach()
     if value.dim() > 1 or (value.dim() == 1 and value.shape != hidden.shape[:1]):
         raise ValueError(f"temperature: found shape {list(value.shape)}, expected a number or [{hidden.shape[0]}]")
@@ -195,9 +197,8 @@ class _LinearLogprob(torch.autograd.Function):
         dtype = torch.float64 if hidden.dtype == weight.dtype == torch.float64 else torch.float32
         start = rank * weight.shape[0]
         own = max(0, min(weight.shape[0], valid - start))
-        shard = chunked.Shard(
-            _head_of(weight, hidden)[:own], None if bias is None else bias.detach()[:own], softcap, start, dtype, hot
-        )
+        head = _head_of(weight, hidden)
+        shard = chunked.Shard(head[:own], None if bias is None else bias.detach()[:own], softcap, start, dtype, hot)
         local = target - start
         rows = (~ignored).nonzero()[:, 0]
         stats = chunked.Stats.empty(hidden.shape[0], dtype, hidden.device)
@@ -206,7 +207,7 @@ class _LinearLogprob(torch.autograd.Function):
         if own:
             blocks.dense_stats(shard, h, local, t, dense, stats, entropy != "none", workspace)
             if support is not None:
-                chunked.support_stats(shard, h, local, t, sparse, support, stats, workspace)
+                blocks.support_stats(shard, h, local, t, sparse, support, stats, workspace)
         if group is not None:
             _merge(stats, group)
         lse = stats.m + stats.s.log()
@@ -219,8 +220,8 @@ class _LinearLogprob(torch.autograd.Function):
         logprob = torch.where(ignored, 0, (stats.target - lse).clamp_max(0))
         ent = torch.where(ignored, 0, (lse - mean).clamp(0, log(valid)))
         lse = torch.where(ignored, 0, lse)
-        ctx.save_for_backward(hidden, weight, bias, local, t, lse, mean, ignored, *(support or ()))
-        ctx.head = (shard.softcap, start, own, dtype, group, entropy, blocks, hot)
+        ctx.save_for_backward(hidden, head, bias, local, t, lse, mean, ignored, *(support or ()))
+        ctx.head = (shard.softcap, start, own, dtype, weight.dtype, group, entropy, blocks, hot)
         if entropy != "grad":
             ctx.mark_non_differentiable(ent)
         ctx.set_materialize_grads(False)
@@ -229,29 +230,27 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None) -> Any:
-        hidden, weight, bias, local, t, lse, mean, ignored, *support = ctx.saved_tensors
-        softcap, start, own, dtype, group, entropy, blocks, hot = ctx.head
+        hidden, head, bias, local, t, lse, mean, ignored, *support = ctx.saved_tensors
+        softcap, start, own, dtype, weight_dtype, group, entropy, blocks, hot = ctx.head
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         up = chunked.upstream_of(g_logprob, g_entropy if entropy == "grad" else None, g_lse, lse, mean)
         summed = hidden.dtype if group is None else dtype
         d_hidden = torch.zeros(hidden.shape, dtype=summed, device=hidden.device) if needs_hidden else None
-        d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if needs_weight else None
-        d_bias = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device) if needs_bias else None
-        shard = chunked.Shard(
-            _head_of(weight, hidden)[:own], None if bias is None else bias[:own], softcap, start, dtype, hot
-        )
+        d_weight = torch.zeros(head.shape, dtype=dtype, device=head.device) if needs_weight else None
+        d_bias = torch.zeros(head.shape[0], dtype=dtype, device=head.device) if needs_bias else None
+        shard = chunked.Shard(head[:own], None if bias is None else bias[:own], softcap, start, dtype, hot)
         pair = (support[0], support[1]) if support else None
         dense, sparse = split_rows((up.needed() & ~ignored).nonzero()[:, 0], pair)
         if own:
             outs = (d_hidden, None if d_weight is None else d_weight[:own], None if d_bias is None else d_bias[:own])
             blocks.dense_backward(shard, hidden, local, t, dense, up, *outs, chunked.WORKSPACE_ELEMENTS)
             if pair is not None:
-                chunked.support_backward(shard, hidden, local, t, sparse, pair, up, *outs, chunked.WORKSPACE_ELEMENTS)
+                blocks.support_backward(shard, hidden, local, t, sparse, pair, up, *outs, chunked.WORKSPACE_ELEMENTS)
         if group is not None and d_hidden is not None:
             dist.all_reduce(d_hidden, group=group)
         return (
             None if d_hidden is None else d_hidden.to(hidden.dtype),
-            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_weight is None else d_weight.to(weight_dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
             *(None,) * 11,
         )

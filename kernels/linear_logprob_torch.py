@@ -155,7 +155,7 @@ def _columns(rows: int, vocabulary: int, workspace: int) -> Iterator[tuple[int, 
 
 
 @contextmanager
-def _bf16_products(allowed: bool) -> Iterator[None]:
+def bf16_products(allowed: bool) -> Iterator[None]:
     """fp32 GEMMs of this process round their inputs to bf16 inside (CPU, oneDNN): exact for values that are bf16 already.
 
     Products and sums stay fp32; four times the speed where the processor has bf16 units, no effect elsewhere.
@@ -188,7 +188,7 @@ def dense_stats(
         part = Stats.empty(height, shard.dtype, h.device)
         for first, last in _columns(height, vocabulary, workspace):
             out = [flat[: height * (last - first)].view(-1, last - first) for flat in memory]
-            with _bf16_products(shard.exact_in_bf16(hidden)):
+            with bf16_products(shard.exact_in_bf16(hidden)):
                 z, _ = shard.block(h, first, last, t, out[0])
             picked = z.gather(1, (goal - first).clamp_(0, last - first - 1)[:, None])[:, 0]
             part.target = torch.where((goal >= first) & (goal < last), picked, part.target)
@@ -228,7 +228,7 @@ def dense_backward(
         d_h = torch.zeros_like(h)
         for first, last in _columns(height, vocabulary, workspace):
             out = [flat[: height * (last - first)].view(-1, last - first) for flat in memory]
-            with _bf16_products(low):
+            with bf16_products(low):
                 z, slope = shard.block(h, first, last, t, out[0])
                 d = up.of_logits(z, out[1] if len(out) > 1 else None)
                 mine = ((goal >= first) & (goal < last)).nonzero()[:, 0]

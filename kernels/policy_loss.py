@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 from temper.kernels import reference
+from temper.kernels.backends import use_triton
 from temper.kernels.flags import LOG_RATIO_LIMIT, PolicyFlags
 from temper.kernels.segments import check_cu_seqlens, segment_ids, segment_sum
 from torch import Tensor
@@ -118,13 +119,9 @@ def policy_loss(
     ValueError names the argument that has a wrong shape. The sum of losses over micro-batches is the step's loss.
     """
     _check(batch, pi, flags, entropy)
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend: found {backend!r}, expected auto, torch or triton")
-    if backend == "triton" or (backend == "auto" and pi.is_cuda and pi.dtype == torch.float32):
+    if use_triton(backend, (pi,), (torch.float32,)):
         from temper.kernels import policy_loss_triton
 
-        if pi.dtype != torch.float32 or not (pi.is_cuda or policy_loss_triton.INTERPRETED):
-            raise ValueError(f"backend: found 'triton' with {pi.dtype} on {pi.device}, expected fp32 on a GPU")
         loss, sums = policy_loss_triton.policy_loss(batch, pi, flags, normalisers, entropy, ahead)
     else:
         loss, sums = _torch(batch, pi, flags, normalisers, entropy, ahead)

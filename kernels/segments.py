@@ -8,6 +8,7 @@ by the advantage formulas and by the learner's batching.
 from __future__ import annotations
 
 import torch
+from temper.kernels.backends import use_triton
 from torch import Tensor
 
 
@@ -42,29 +43,25 @@ def segment_max(values: Tensor, ids: Tensor, segments: int, empty: float = -torc
     return found if empty == -torch.inf else torch.where(torch.isneginf(found), empty, found)
 
 
-def _on_gpu(backend: str, *tensors: Tensor) -> bool:
-    """Whether the Triton kernels take it: fp32 on a GPU, or asked for."""
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend: found {backend!r}, expected auto, torch or triton")
-    return backend == "triton" or (backend == "auto" and all(t.is_cuda and t.dtype == torch.float32 for t in tensors))
-
-
 def segment_reduce(
     values: Tensor, cu_seqlens: Tensor, op: str, mask: Tensor | None = None, *, backend: str = "auto"
 ) -> Tensor:
     """[S]: ``sum``, ``mean``, ``max`` or ``min`` of each sequence over its positions where `mask` (bool[N]) is set.
 
     What the mask leaves out is selected away, so NaN there does no harm. The mean of nothing is 0; the max (min) of
-    nothing is -inf (+inf).
+    nothing is -inf (+inf). Differentiable; max and min on the torch path alone.
     """
     if op not in ("sum", "mean", "max", "min"):
         raise ValueError(f"op: found {op!r}, expected sum, mean, max or min")
     check_cu_seqlens(cu_seqlens, values.shape[0])
-    if op in ("sum", "mean") and _on_gpu(backend, values):
-        from temper.kernels.segments_triton import segment_sum_or_mean
+    if mask is not None and mask.shape != values.shape:
+        raise ValueError(f"mask: found {list(mask.shape)}, expected {list(values.shape)} as values has")
+    mask = None if mask is None else mask.to(torch.bool)
+    if (op in ("sum", "mean") or not values.requires_grad) and use_triton(backend, (values,), (torch.float32,)):
+        from temper.kernels import segments_triton
 
-        on = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.to(torch.bool)
-        return segment_sum_or_mean(values, cu_seqlens, on, op == "mean")
+        on = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+        return segments_triton.segment_reduce(values, cu_seqlens, on, op)
     segments, ids = cu_seqlens.numel() - 1, segment_ids(cu_seqlens, values.shape[0])
     if op in ("max", "min"):
         sign = 1.0 if op == "max" else -1.0
@@ -81,10 +78,16 @@ def segment_reduce(
     return total / segment_sum(ones, ids, segments).clamp_min(1)
 
 
-def segment_broadcast(values: Tensor, cu_seqlens: Tensor, count: int | None = None) -> Tensor:
-    """[N]: each sequence's value ([S]) at every one of its positions."""
+def segment_broadcast(values: Tensor, cu_seqlens: Tensor, count: int | None = None, *, backend: str = "auto") -> Tensor:
+    """[N]: each sequence's value ([S], any dtype) at every one of its positions."""
     count = int(cu_seqlens[-1]) if count is None else count
     check_cu_seqlens(cu_seqlens, count)
+    if values.shape != (cu_seqlens.numel() - 1,):
+        raise ValueError(f"values: found {list(values.shape)}, expected [{cu_seqlens.numel() - 1}], one per sequence")
+    if use_triton(backend, (values,), (torch.float32,)):
+        from temper.kernels import segments_triton
+
+        return segments_triton.segment_broadcast(values, cu_seqlens, count)
     return values[segment_ids(cu_seqlens, count)]
 
 
@@ -95,7 +98,7 @@ def reverse_scan(decay: Tensor, addend: Tensor, cu_seqlens: Tensor, *, backend: 
     sequence (without gradient).
     """
     check_cu_seqlens(cu_seqlens, addend.shape[0])
-    if not (decay.requires_grad or addend.requires_grad) and _on_gpu(backend, decay, addend):
+    if not (decay.requires_grad or addend.requires_grad) and use_triton(backend, (decay, addend), (torch.float32,)):
         from temper.kernels import segments_triton
 
         return segments_triton.reverse_scan(decay, addend, cu_seqlens)

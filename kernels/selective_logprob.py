@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from temper.kernels import linear_logprob_torch as chunked
+from temper.kernels.backends import HALF_TO_SINGLE, use_triton
 from temper.kernels.linear_logprob import (
     Entropy,
     LogprobOut,
@@ -66,16 +67,10 @@ def selective_logprob(
 
 
 def _implementation(backend: str, logits: Tensor) -> Any:
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend: found {backend!r}, expected auto, torch or triton")
-    if backend == "torch" or (backend == "auto" and not (logits.is_cuda and logits.dtype != torch.float64)):
+    if not use_triton(backend, (logits,), HALF_TO_SINGLE):
         return _Torch
     from temper.kernels import selective_logprob_triton
 
-    if logits.dtype == torch.float64 or not (logits.is_cuda or selective_logprob_triton.INTERPRETED):
-        raise ValueError(
-            f"backend: found 'triton' with {logits.dtype} on {logits.device}, expected fp32, bf16 or fp16 on a GPU"
-        )
     return selective_logprob_triton
 
 

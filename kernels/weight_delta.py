@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from temper.kernels.backends import use_triton
 from torch import Tensor
 
 BLOCK = 1 << 20  # values of one block on the torch path
@@ -18,6 +19,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment and multipliers
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+WIDTHS = tuple(BITS.values())
 Backend = Literal["auto", "torch", "triton"]
 
 
@@ -31,12 +33,6 @@ def bits_of(name: str, tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(BITS[width])
 
 
-def _triton(backend: str, tensor: Tensor) -> bool:
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend: found {backend!r}, expected auto, torch or triton")
-    return backend == "triton" or (backend == "auto" and tensor.is_cuda)
-
-
 def delta_encode(base: Tensor, new: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
     """(indices i64[K] ascending, values [K] in new's dtype) of the elements whose bits differ, flat in C order."""
     if base.shape != new.shape or base.dtype != new.dtype or base.device != new.device:
@@ -45,7 +41,7 @@ def delta_encode(base: Tensor, new: Tensor, *, backend: Backend = "auto") -> tup
             f"on {new.device} as new is"
         )
     a, b = bits_of("base", base), bits_of("new", new)
-    if _triton(backend, new):
+    if use_triton(backend, (b,), WIDTHS):
         from temper.kernels import weight_delta_triton
 
         indices, values = weight_delta_triton.delta_encode(a, b)
@@ -58,8 +54,12 @@ def delta_encode(base: Tensor, new: Tensor, *, backend: Backend = "auto") -> tup
     return indices, b[indices].view(new.dtype)
 
 
-def delta_apply(target: Tensor, indices: Tensor, values: Tensor) -> None:
+def delta_apply(target: Tensor, indices: Tensor, values: Tensor, *, backend: Backend = "auto") -> None:
     """Overwrite `target`'s elements at flat `indices` (i64[K], distinct) with `values` [K], bit by bit, in place."""
+    if not target.device == indices.device == values.device:
+        raise ValueError(
+            f"indices, values: found on {indices.device} and {values.device}, expected {target.device} as target is"
+        )
     if values.dtype != target.dtype or values.shape != indices.shape or indices.dtype != torch.int64:
         raise ValueError(
             f"values: found {values.dtype}{list(values.shape)} for indices {indices.dtype}{list(indices.shape)}, "
@@ -67,7 +67,13 @@ def delta_apply(target: Tensor, indices: Tensor, values: Tensor) -> None:
         )
     if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < target.numel():
         raise ValueError(f"indices: found {int(indices.min())}..{int(indices.max())}, expected 0..{target.numel() - 1}")
-    bits_of("target", target).index_copy_(0, indices, bits_of("values", values))
+    bits, new = bits_of("target", target), bits_of("values", values)
+    if use_triton(backend, (bits,), WIDTHS):
+        from temper.kernels import weight_delta_triton
+
+        weight_delta_triton.delta_apply(bits, indices, new)
+    else:
+        bits.index_copy_(0, indices, new)
 
 
 def fingerprint(tensor: Tensor, *, backend: Backend = "auto") -> int:
@@ -77,7 +83,7 @@ def fingerprint(tensor: Tensor, *, backend: Backend = "auto") -> int:
     against faults, not against forgery: digests travel with weights.
     """
     bits = bits_of("tensor", tensor)
-    if _triton(backend, tensor):
+    if use_triton(backend, (bits,), WIDTHS):
         from temper.kernels import weight_delta_triton
 
         return weight_delta_triton.fingerprint(bits) % 2**64

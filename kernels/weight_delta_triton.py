@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""The Triton path of `weight_delta`: two passes over the bits, ordered and deterministic. Called by `weight_delta` only."""
+"""The Triton path of `weight_delta`: ordered and deterministic, 64-bit offsets, only the grid's x. Called by `weight_delta`
+only. Listing changes takes two passes over the bits: count, then write from where the blocks before end."""
 
 from __future__ import annotations
 
@@ -36,6 +37,14 @@ def _gather(base_ptr, new_ptr, start_ptr, index_ptr, value_ptr, N, BLOCK: tl.con
 
 
 @triton.jit
+def _overwrite(target_ptr, index_ptr, value_ptr, N, BLOCK: tl.constexpr):
+    """Put a block of values at their places."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(index_ptr + at, mask=at < N, other=0)
+    tl.store(target_ptr + place, tl.load(value_ptr + at, mask=at < N, other=0), mask=at < N)
+
+
+@triton.jit
 def _fingerprint(bits_ptr, part_ptr, N, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """splitmix64 of every value and its place, summed over one block, modulo 2^64."""
     pid = tl.program_id(0)
@@ -62,6 +71,13 @@ def delta_encode(base: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     if total:
         _gather[(blocks,)](base, new, ends - counts, indices, values, new.numel(), BLOCK=BLOCK)
     return indices, values
+
+
+def delta_apply(target: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Overwrite a flat integer view at `indices` i64[K] within its bounds."""
+    if indices.numel():
+        blocks = triton.cdiv(indices.numel(), BLOCK)
+        _overwrite[(blocks,)](target, indices.contiguous(), values, indices.numel(), BLOCK=BLOCK)
 
 
 def fingerprint(bits: Tensor) -> int:

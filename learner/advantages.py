@@ -2,13 +2,14 @@
 
 Samples without a score (None, NaN, infrastructure) are outside baseline and loss. Groups come as plain values and
 advantages go back as plain values, so that batching and whitening see a whole step; formulas are in
-`kernels/reference.py`. Called by the learner's steps.
+`kernels/reference.py`, kernels in `kernels/advantages.py`. Called by the learner's steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,7 @@ def _grouped(
     objective: Objective, kind: str, groups: Sequence[GroupRewards], rewards: Sequence[Sequence[float | None]]
 ) -> list[list[float | None]]:
     import torch
-    from temper.kernels.reference import group_advantage
+    from temper.kernels.advantages import group_advantage
 
     flat = [r for group in rewards for r in group]
     scored = [_scored(r) for r in flat]
@@ -75,8 +76,7 @@ def _grouped(
         kind,
         torch.tensor([r if ok else 0.0 for r, ok in zip(flat, scored, strict=True)], dtype=torch.float64),
         torch.tensor(scored, dtype=torch.bool),
-        torch.tensor([i for i, group in enumerate(rewards) for _ in group], dtype=torch.int64),
-        len(rewards),
+        torch.tensor([0, *accumulate(len(group) for group in rewards)], dtype=torch.int64),
         length=torch.tensor(lengths, dtype=torch.float64) if lengths else None,
         std=objective.std,
         epsilon=objective.epsilon,
@@ -148,6 +148,7 @@ def token_advantages(
     """
     import torch
     from temper.kernels import reference
+    from temper.kernels.advantages import vtrace
     from temper.kernels.segments import segment_broadcast, segment_ids, segment_sum
 
     mask = mask.to(torch.bool)
@@ -174,7 +175,7 @@ def token_advantages(
         raise ValueError(
             "value, d: found None, expected group_means f64[S] and log prox - log mu f32[N] (advantage vtrace)"
         )
-    found, _ = reference.vtrace(
+    found, _ = vtrace(
         d[picked].double(),
         rewards[picked],
         value.double()[ids[picked]],
@@ -202,16 +203,16 @@ def critic_advantages(
     step; d f32[N] = log prox - log mu. The value after a sequence's end is 0.
     """
     import torch
-    from temper.kernels import reference
+    from temper.kernels.advantages import gae, vtrace
 
     count, lengths = value.shape[0], cu_seqlens[1:] - cu_seqlens[:-1]
     rewards = torch.zeros(count, dtype=torch.float64) if step_rewards is None else step_rewards.double().clone()
     filled = lengths > 0
     rewards[(cu_seqlens[1:] - 1)[filled]] += sample.double()[filled]
     if objective.advantage == "gae":
-        found, target = reference.gae(rewards, value.double(), cu_seqlens, gamma=objective.gamma, lam=objective.lam)
+        found, target = gae(rewards, value.double(), cu_seqlens, gamma=objective.gamma, lam=objective.lam)
     else:
-        found, target = reference.vtrace(
+        found, target = vtrace(
             d.double(),
             rewards,
             value.double(),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from temper.kernels.linear_logprob_torch import bf16_products
 from temper.learner.batching import Bucket, Microbatch
 from transformers import AttentionInterface
 
@@ -64,12 +65,16 @@ class _Bf16OnCpu(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
         repeat = q.shape[1] // k.shape[1]
-
-        def many(x: torch.Tensor) -> torch.Tensor:
-            return x.repeat_interleave(repeat, 1) if repeat > 1 else x
-
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = flash(q, many(k), many(v), 0.0, bias is None, attn_mask=bias, scale=scale)
+        if repeat == 1:
+            out, lse = flash(q, k, v, 0.0, bias is None, attn_mask=bias, scale=scale)
+        elif bias is None:  # causal: the kernel knows a query's place by its row, so every head needs its own
+            many = [x.repeat_interleave(repeat, 1) for x in (k, v)]
+            out, lse = flash(q, *many, 0.0, True, scale=scale)
+        else:  # query heads that share a key head are more rows of queries
+            rows = q.reshape(q.shape[0], k.shape[1], repeat * q.shape[2], q.shape[3])
+            out, lse = flash(rows, k, v, 0.0, False, attn_mask=bias.repeat(1, 1, repeat, 1), scale=scale)
+            out, lse = out.reshape(q.shape), lse.reshape(q.shape[:3])
         ctx.save_for_backward(q, k, v, bias, out, lse)
         ctx.scale = scale
         return out
@@ -106,7 +111,10 @@ def _backward(
 
     qs, ks, vs = fold(q), k.reshape(size * groups, length, depth), v.reshape(size * groups, length, depth)
     upstream = fold(gradient)
-    p = torch.bmm(qs.float() * scale, ks.float().transpose(1, 2)).sub_(fold(lse[..., None])).exp_()
+    with bf16_products(True):  # exact: the factors are bfloat16 values
+        none = torch.empty((), dtype=torch.float32, device=q.device)
+        p = torch.baddbmm(none, qs.float(), ks.float().transpose(1, 2), beta=0, alpha=scale)
+    p.sub_(fold(lse[..., None])).exp_()
     if bias is None:
         hidden = torch.ones(width, length, dtype=torch.bool, device=q.device).triu(1)
     else:

@@ -41,9 +41,12 @@ class Critic:
         """Forget gradients."""
         self.optimizer.zero()
 
-    def update(self) -> None:
-        """Apply the accumulated gradients; gradients that are not finite change nothing."""
-        self.optimizer.update(self.settings.learning_rate)
+    def update(self, whole: bool) -> None:
+        """Apply the accumulated gradients if they are finite and `whole`: the policy's were applied too."""
+        if whole:
+            self.optimizer.update(self.settings.learning_rate)
+        else:
+            self.zero()
 
     def state(self) -> dict[str, Tensor]:
         """Head and moments."""

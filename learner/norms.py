@@ -27,11 +27,12 @@ class _RmsNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight, scale = ctx.saved_tensors
-        normed, gradient = x * scale, gradient.to(x.dtype)
-        product = gradient * normed
+        normed, upstream = x * scale, gradient.to(x.dtype)
+        product = normed * upstream
         d_weight = product.sum_to_size(weight.shape) if ctx.needs_input_grad[1] else None
         inner = (product @ weight).unsqueeze(-1).div_(x.shape[-1])
-        return (gradient * weight).sub_(normed.mul_(inner)).mul_(scale), d_weight, None, None
+        d_x = torch.mul(upstream, weight, out=product).sub_(normed.mul_(inner)).mul_(scale)
+        return d_x, d_weight, None, None
 
 
 def fuse_norms(model: PreTrainedModel) -> None:

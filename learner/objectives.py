@@ -52,7 +52,7 @@ class Objective:
 
     name: str
     source: str  # paper, or what the row is for
-    confirmed: str = "own tests"  # who else computes it and agrees, in tests: a peer, or the golden values of papers
+    confirmed: str = "own tests; no peer has it"  # who else computes it and agrees, in tests: a peer, or golden values
     advantage: Advantage = "grpo"
     std: Literal["sample", "population"] = "sample"  # of advantages that divide by one
     epsilon: float = 1e-6  # added to that std
@@ -131,8 +131,8 @@ def _row(name: str, source: str, **choices: object) -> tuple[str, Objective]:
 
 TABLE: dict[str, Objective] = dict(
     (
-        _row("ppo", "1707.06347, rho against the behaviour policy", confirmed="TRL", correction="ratio"),
-        _row("grpo", "2402.03300; synchronous", confirmed="TRL", aggregation="seq_mean_token_mean"),
+        _row("ppo", "1707.06347, rho against the behaviour policy", confirmed="TRL, torchrl", correction="ratio"),
+        _row("grpo", "2402.03300; synchronous", confirmed="TRL, torchrl", aggregation="seq_mean_token_mean"),
         _row(
             "dr_grpo",
             "2503.20783; synchronous",
@@ -140,7 +140,7 @@ TABLE: dict[str, Objective] = dict(
             advantage="dr_grpo",
             aggregation="seq_mean_token_sum_norm",
         ),
-        _row("dapo", "2503.14476", confirmed="TRL", clip_high=0.28, correction="ratio"),
+        _row("dapo", "2503.14476", confirmed="TRL, torchrl", clip_high=0.28, correction="ratio"),
         _row(
             "gspo",
             "2507.18071",
@@ -193,7 +193,7 @@ TABLE: dict[str, Objective] = dict(
         _row(
             "tis",
             "truncated importance sampling",
-            confirmed="golden values",
+            confirmed="TRL",
             loss="score",
             correction="truncate",
             weight_of="pi",
@@ -218,7 +218,7 @@ TABLE: dict[str, Objective] = dict(
         _row(
             "mis",
             "masked importance sampling",
-            confirmed="golden values",
+            confirmed="golden values; no peer has it",
             loss="score",
             correction="mask",
             weight_of="pi",
@@ -245,7 +245,7 @@ TABLE: dict[str, Objective] = dict(
         _row(
             "aipo",
             "2505.24034",
-            confirmed="golden values",
+            confirmed="TRL",
             loss="score",
             correction="truncate",
             weight_of="pi",
@@ -286,10 +286,16 @@ TABLE: dict[str, Objective] = dict(
             loss="score",
             aggregation="seq_mean_token_sum",
         ),
-        _row("maxrl", "2602.02710", confirmed="golden values", advantage="maxrl", correction="ratio"),
+        _row("maxrl", "2602.02710", confirmed="golden values; no peer has it", advantage="maxrl", correction="ratio"),
         _row("opo", "2505.23585", advantage="opo", correction="ratio"),
         _row("passk", "2503.19595", advantage="passk", correction="ratio"),
-        _row("reinforce++", "2501.03262", confirmed="golden values", advantage="reinforce++", correction="ratio"),
+        _row(
+            "reinforce++",
+            "2501.03262",
+            confirmed="golden values; returns: torchrl",
+            advantage="reinforce++",
+            correction="ratio",
+        ),
         _row("reinforce++_baseline", "2501.03262", advantage="reinforce++_baseline", correction="ratio"),
         _row(
             "sft",

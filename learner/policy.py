@@ -19,12 +19,14 @@ from temper.kernels.linear_logprob import LogprobOut, linear_logprob
 from temper.learner.attention import ATTENTION, tree_of
 from temper.learner.batching import Microbatch
 from temper.learner.norms import fuse_norms
+from temper.learner.rotary import fuse_rotary
 from transformers import PreTrainedModel
 
 Entropy = Literal["none", "value", "grad"]
 Support = tuple[torch.Tensor, torch.Tensor]
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Policy:
@@ -55,6 +57,7 @@ class Policy:
         self._attention_dtype = master if compute_dtype == torch.float32 else compute_dtype
         config._attn_implementation = ATTENTION
         fuse_norms(model)
+        fuse_rotary(model)
         if check is not None:
             _call_at_layers(model, check)
         model.train()
@@ -105,10 +108,9 @@ class Policy:
         is given; the entropy too where asked. `chosen`: what `chosen` gave for the same batch, if it was asked."""
         if support is not None:
             support = (support[0].to(self.device), support[1].to(self.device))
-        head = self.head if self.compute_dtype == torch.float32 else self.head.to(self.compute_dtype)
         return linear_logprob(  # products of values in the compute dtype, summed in fp32, as in the engine
             self.chosen(batch) if chosen is None else chosen,
-            head,
+            self.head,
             torch.from_numpy(batch.target).to(self.device),
             temperature=temperature,
             entropy=entropy,

@@ -1,4 +1,5 @@
-"""The policy that the KL is measured against: frozen, a moving average, or reset every n steps; and the KL's coefficient.
+"""The policy that the KL is measured against: frozen, a moving average, or reset every n steps or when held-out accuracy
+rises; and the KL's coefficient.
 
 Guarantees: the reference is the policy as it was when first asked for and then only moves as its kind says; its weights
 and the coefficient are part of the checkpoint, so a resumed run measures the same KL. Called by `step`.
@@ -23,11 +24,14 @@ def steer(coefficient: float, kl_nats: float, target_nats: float, horizon_steps:
 
 
 class ReferencePolicy:
-    """`coefficient` is what the next step's loss or reward uses."""
+    """`coefficient` is what the next step's loss or reward uses; `best` the held-out accuracy that reset_on_gain has to
+    beat."""
 
     def __init__(self, settings: config.Reference, coefficient: float) -> None:
         self.settings = settings
         self.coefficient = coefficient
+        self.best: float | None = None
+        self._gained = False  # accuracy rose since the last step; set by the daemon's loop, read by the training thread
         self._policy: Policy | None = None
 
     def policy(self, current: Policy) -> Policy:
@@ -35,6 +39,14 @@ class ReferencePolicy:
         if self._policy is None:
             self._policy = frozen_copy(current)
         return self._policy
+
+    def evaluated(self, accuracy: float) -> None:
+        """A held-out accuracy of some version is known. The first one is the mark; after a rise above the best by
+        `reset_gain` the end of the step under way resets the reference."""
+        if self.best is not None and accuracy > self.best + self.settings.reset_gain:
+            self._gained = True
+        if self.best is None or self._gained:
+            self.best = accuracy if self.best is None else max(self.best, accuracy)
 
     @torch.no_grad()
     def after_step(self, current: Policy, steps_done: int, kl_nats: float | None) -> None:
@@ -46,7 +58,10 @@ class ReferencePolicy:
             return
         if settings.kind == "reset" and steps_done % settings.reset_every_steps:
             return
-        share = 1.0 if settings.kind == "reset" else 1.0 - settings.ema_decay
+        if settings.kind == "reset_on_gain" and not self._gained:
+            return
+        self._gained = False
+        share = 1.0 - settings.ema_decay if settings.kind == "ema" else 1.0
         new = current.named_masters()
         for name, old in self._policy.named_masters().items():
             old.lerp_(new[name], share)

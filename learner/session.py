@@ -17,7 +17,7 @@ from temper.common.errors import ConfigError
 from temper.common.schema import Metrics
 from temper.learner.checkpoint import Checkpoint
 from temper.learner.curriculum import Curriculum
-from temper.learner.evaluation import DomainResult, from_plain, to_plain
+from temper.learner.evaluation import DomainResult, Evaluation, from_plain, mean_accuracy, to_plain
 from temper.learner.inbox import GroupData
 from temper.learner.oversight import Oversight
 from temper.learner.report import member
@@ -125,6 +125,15 @@ class Session:
         for domain, portion in self.curriculum.portions().items():
             report.metrics[member(names.LEARNER_SHARE, domain)] = (portion, 1.0)
         return report, self.oversight.step(report)
+
+    def evaluated(self, evaluation: Evaluation, results: dict[str, DomainResult]) -> None:
+        """An evaluation is complete or out of time."""
+        floors = self.curriculum.floors
+        accuracy = mean_accuracy({domain: result for domain, result in results.items() if domain not in floors})
+        if accuracy is not None:
+            self.trainer.reference.evaluated(accuracy)
+        if evaluation.when != "step":
+            self.evaluations[evaluation.when] = results
 
     def serving_tensors(self) -> dict[str, TensorBits]:
         """The present weights, see `Trainer.serving_tensors`."""

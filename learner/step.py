@@ -21,29 +21,24 @@ import torch
 from temper.common import metrics as names
 from temper.common.bits import TensorBits
 from temper.common.config import Recipe
-from temper.common.errors import ConfigError
 from temper.common.lora import lora_of
 from temper.kernels.flags import PolicyFlags
-from temper.kernels.policy_loss import Normalisers, PackedBatch, policy_loss
-from temper.kernels.reference import m2_cutoff
-from temper.learner import objectives
+from temper.kernels.policy_loss import policy_loss
+from temper.learner import objectives, trainer_state, warm
 from temper.learner.adapters import attach
-from temper.learner.batching import Microbatch, plan, ragged
-from temper.learner.checkpoint import TENSORS
+from temper.learner.batching import plan
 from temper.learner.critic import Critic
-from temper.learner.gather import serving
 from temper.learner.inbox import GroupData, void_reason
 from temper.learner.objective_rules import resolve
 from temper.learner.optimizer import Optimizer, learning_rate
-from temper.learner.policy import Entropy, Policy, Support, bit_view
+from temper.learner.policy import DTYPES, Entropy, Policy
 from temper.learner.reference_policy import ReferencePolicy
 from temper.learner.report import Sums, describe
 from temper.learner.rows import Array, StepRows, collect
 from temper.learner.signal import step_advantages
+from temper.learner.step_tensors import Flat, Update, active, always_active, updates
 from transformers import PreTrainedModel
 
-WARM_RATE = 0.5  # of the domains' running likelihoods in the warm start
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ENTROPY_VOCABULARY = 8192  # up to this vocabulary the entropy is computed in every step; beyond it only where needed
 
 
@@ -61,30 +56,6 @@ class StepReport:
         """sum / count of a metric, None where it has no count."""
         total, count = self.metrics.get(name, (0.0, 0.0))
         return total / count if count else None
-
-
-@dataclass(slots=True)
-class _Update:
-    """What the micro-batches of one update share."""
-
-    include: Array
-    normalisers: Normalisers
-    ahead: float
-
-
-@dataclass(slots=True)
-class _Flat:
-    """Flat per-token arrays of a step (M) and per-sample ones (S), see `StepRows`."""
-
-    mu: torch.Tensor
-    lag: torch.Tensor
-    advantage: torch.Tensor
-    group: torch.Tensor
-    prox: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
-    support: tuple[Array, Array] | None = None
-    value: torch.Tensor | None = None  # the critic's, at the start of the step
-    target: torch.Tensor | None = None  # what it should have been
 
 
 class Interrupted(Exception):
@@ -108,7 +79,7 @@ class Trainer:
         self.lora = lora_of(recipe.model)
         if self.lora is not None:
             attach(model, self.lora, recipe.run.seed)
-        self._frozen: dict[str, TensorBits] = {}  # serving bits of what is not trained
+        self.frozen: dict[str, TensorBits] = {}  # serving bits of what is not trained
         self.policy = Policy(
             model,
             compute_dtype=DTYPES[recipe.model.compute_dtype],
@@ -145,18 +116,18 @@ class Trainer:
         sums = Sums()
         describe(sums, data, groups, void)
         temperature = self.recipe.sampling.temperature
-        updates = self.recipe.objective.updates_per_step
+        count, length = self.recipe.objective.updates_per_step, self.recipe.sampling.max_new_tokens
         rate = learning_rate(self.recipe.optimizer, self.steps_done, self.total_steps)
         sums.add(names.LEARNER_RATE, rate)
         flags = replace(self.flags, kl_coefficient=self.reference.coefficient)
         sums.add(names.LEARNER_KL_COEFFICIENT, flags.kl_coefficient)
         with self._giving_up():
             flat = self._flat(data, temperature)
-            for number, update in enumerate(self._updates(data, flat, updates)):
+            for number, update in enumerate(updates(data, flat, self.flags, count, length)):
                 self._update(data, flat, update, flags, sums, rate=rate, temperature=temperature, first=number == 0)
         self.steps_done += 1
-        total, count = sums.values.get(names.LEARNER_KL_REFERENCE, (0.0, 0.0))
-        self.reference.after_step(self.policy, self.steps_done, total / count if count else None)
+        divergence, tokens = sums.values.get(names.LEARNER_KL_REFERENCE, (0.0, 0.0))
+        self.reference.after_step(self.policy, self.steps_done, divergence / tokens if tokens else None)
         sums.add(names.LEARNER_STEPS, 1)
         return StepReport(sums.values, void, [g.group_id for g in data.groups], time.perf_counter() - begun)
 
@@ -173,39 +144,20 @@ class Trainer:
         sums.add(names.LEARNER_RATE, rate)
         with self._giving_up():
             flat = self._flat(data, 1.0, demo=True)
-            flat.advantage = self._behind(data).to(flat.advantage.device)
-            for update in self._updates(data, flat, 1):
+            target = self.recipe.warm_start.until_likelihood
+            flat.advantage = warm.behind(data, self.warm_likelihood, target).to(flat.advantage.device)
+            for update in updates(data, flat, self.warm_flags, 1, self.recipe.sampling.max_new_tokens):
                 logprob = self._update(data, flat, update, self.warm_flags, sums, rate=rate, temperature=1.0, demo=True)
                 whole = np.add.reduceat(logprob, data.cu_seqlens[:-1][data.trained > 0])
                 sums.add(names.LEARNER_LIKELIHOOD, float(np.exp(whole).sum()), len(whole))
-                self._see(data, np.exp(whole))
+                warm.see(data, self.warm_likelihood, np.exp(whole))
         self.warm_steps_done += 1
         return StepReport(sums.values, {}, [g.group_id for g in data.groups], time.perf_counter() - begun)
 
-    def _behind(self, data: StepRows) -> torch.Tensor:
-        """f32[M]: 1 for the demonstrations of domains that are still below the likelihood asked for, else 0."""
-        target = self.recipe.warm_start.until_likelihood
-        behind = [float(self.warm_likelihood.get(group.domain, 0.0) < target) for group in data.groups]
-        return torch.from_numpy(np.repeat(np.array(behind, np.float32)[data.group], np.diff(data.cu_seqlens)))
-
-    def _see(self, data: StepRows, whole: Array) -> None:
-        """Move each domain's running likelihood; `whole`: one probability per row with trained tokens."""
-        domains = [data.groups[group].domain for group in data.group[data.trained > 0]]
-        for domain in sorted(set(domains)):
-            mean = float(np.mean([value for value, of in zip(whole, domains, strict=True) if of == domain]))
-            old = self.warm_likelihood.get(domain, mean)
-            self.warm_likelihood[domain] = old + WARM_RATE * (mean - old)
-
-    def _flat(self, data: StepRows, temperature: float, demo: bool = False) -> _Flat:
-        """The step's flat arrays; the proximal and reference passes that the objective needs."""
+    def _flat(self, data: StepRows, temperature: float, demo: bool = False) -> Flat:
+        """The step's flat tensors; the proximal and reference passes that the objective needs."""
         device = self.policy.device
-        flat = _Flat(
-            mu=torch.from_numpy(data.behaviour_logprob).to(device),
-            lag=torch.from_numpy(data.lag).to(device),
-            advantage=torch.ones(len(data.lag), device=device),
-            group=torch.from_numpy(data.group).to(device),
-            support=data.support,
-        )
+        flat = Flat.of(data, device)
         if demo:
             return flat
         objective = self.objective
@@ -234,32 +186,11 @@ class Trainer:
         flat.target = None if found.target is None else found.target.to(device)
         return flat
 
-    def _updates(self, data: StepRows, flat: _Flat, count: int) -> Iterator[_Update]:
-        """Divide the step's groups, in order, among `count` optimiser steps."""
-        for number, chosen in enumerate(np.array_split(np.arange(len(data.groups)), count)):
-            include = np.flatnonzero(np.isin(data.group, chosen) & (data.trained > 0))
-            if not len(include):
-                continue
-            cutoff = inf
-            if self.flags.m2_tau < inf and flat.prox is not None:
-                index = torch.from_numpy(ragged(data.cu_seqlens[include], data.trained[include]))
-                cutoff = m2_cutoff((flat.prox - flat.mu)[index], self.flags.m2_tau)
-            yield _Update(
-                include=include,
-                normalisers=Normalisers(
-                    tokens=float(data.trained[include].sum()),
-                    sequences=float(len(include)),
-                    max_length=float(self.recipe.sampling.max_new_tokens),
-                    m2_cutoff=cutoff,
-                ),
-                ahead=number / count,
-            )
-
     def _update(
         self,
         data: StepRows,
-        flat: _Flat,
-        update: _Update,
+        flat: Flat,
+        update: Update,
         flags: PolicyFlags,
         sums: Sums,
         *,
@@ -276,17 +207,17 @@ class Trainer:
         entropy: Entropy = "value" if self.policy.head.shape[0] <= ENTROPY_VOCABULARY else "none"
         if flags.entropy_coefficient != 0:
             entropy = "grad"
-        every = _always_active(flags) or flat.target is not None or demo
-        include = update.include if every else _active(update.include, data, flat.advantage)
+        every = always_active(flags) or flat.target is not None or demo
+        include = update.include if every else active(update.include, data, flat.advantage)
         self.optimizer.zero()
         for batch in plan(data.rows, self.recipe.optimizer.tokens_per_microbatch, include):
-            packed = self._packed(batch, flat)
+            packed = flat.packed(batch)
             chosen = self.policy.chosen(batch)
             out = self.policy.logprobs(
                 batch,
                 temperature=temperature,
                 entropy=entropy,
-                support=_support_of(batch, flat.support),
+                support=flat.support_of(batch),
                 chosen=chosen,
             )
             loss, metrics = policy_loss(
@@ -312,9 +243,9 @@ class Trainer:
                 gap = gap[np.repeat(data.pure[batch.rows], np.diff(batch.cu_seqlens))]
                 sums.add(names.LEARNER_GAP, float(gap.sum()), float(len(gap)))
         self._interruptible = False
-        if flat.target is not None and self.critic is not None:
-            self.critic.update()
         done = self.optimizer.update(rate)
+        if flat.target is not None and self.critic is not None:
+            self.critic.update(whole=bool(np.isfinite(done.gradient_norm)))
         sums.add(names.LEARNER_SKIPPED, 0.0 if np.isfinite(done.gradient_norm) else 1.0)
         if np.isfinite(done.gradient_norm):
             sums.add(names.LEARNER_GRADIENT, done.gradient_norm)
@@ -339,30 +270,14 @@ class Trainer:
         if self._interruptible and self.interrupt.is_set():
             raise Interrupted
 
-    def _packed(self, batch: Microbatch, flat: _Flat) -> PackedBatch:
-        device = self.policy.device
-        index = torch.from_numpy(batch.flat).to(device)
-        return PackedBatch(
-            tokens=torch.from_numpy(batch.target).to(device),
-            cu_seqlens=torch.from_numpy(batch.cu_seqlens).to(device),
-            mask=torch.ones(len(batch.flat), dtype=torch.bool, device=device),
-            mu=flat.mu[index],
-            prox=None if flat.prox is None else flat.prox[index],
-            ref=None if flat.reference is None else flat.reference[index],
-            advantage=flat.advantage[index],
-            group_id=flat.group[torch.from_numpy(batch.rows).to(device)],
-            lag=flat.lag[index],
-        )
-
     @torch.no_grad()
-    def _evaluate(self, policy: Policy, data: StepRows, flat: _Flat, temperature: float) -> torch.Tensor:
+    def _evaluate(self, policy: Policy, data: StepRows, flat: Flat, temperature: float) -> torch.Tensor:
         """f32[M] log-probabilities of every trained token under `policy`, without gradient; the critic's values too."""
         found = torch.zeros_like(flat.mu)
         for batch in plan(data.rows, self.recipe.optimizer.tokens_per_microbatch):
             index = torch.from_numpy(batch.flat).to(found.device)
             chosen = policy.chosen(batch)
-            support = _support_of(batch, flat.support)
-            out = policy.logprobs(batch, temperature=temperature, support=support, chosen=chosen)
+            out = policy.logprobs(batch, temperature=temperature, support=flat.support_of(batch), chosen=chosen)
             found[index] = out.logprob.float()
             if self.critic is not None and policy is self.policy:
                 flat.value = torch.zeros_like(flat.mu) if flat.value is None else flat.value
@@ -372,87 +287,13 @@ class Trainer:
     # ------------------------------------------------------------ weights and state
 
     def serving_tensors(self) -> dict[str, TensorBits]:
-        """The weights in the serving dtype, cast once, as bits by canonical name, tied ones once; copies that the next
-        step does not touch. What is not trained is cast when first asked for and is the same object ever after."""
-        dtype = self.recipe.model.serving_dtype
-        named, trained = self.policy.named_masters(), self.policy.trained_masters()
-        wanted = {name: p for name, p in named.items() if name in trained or name not in self._frozen}
-        fresh = {name: TensorBits.of(bit_view(t), dtype) for name, t in serving(wanted, DTYPES[dtype])}
-        self._frozen |= {name: tensor for name, tensor in fresh.items() if name not in trained}
-        return {name: fresh.get(name) or self._frozen[name] for name in named}
+        """The weights in the serving dtype, see `trainer_state.serving_tensors`."""
+        return trainer_state.serving_tensors(self)
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(tensors, scalars): masters, optimiser, reference and RNG; counters and baselines. Views, not copies."""
-        tensors = {f"model.{name}": p.detach() for name, p in self.policy.named_masters().items()}
-        tensors |= {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
-        reference, coefficient = self.reference.state()
-        tensors |= {f"reference.{name}": value for name, value in reference.items()}
-        if self.critic is not None:
-            tensors |= {f"critic.{name}": value for name, value in self.critic.state().items()}
-        tensors["rng.torch"] = torch.get_rng_state()
-        scalars = {
-            "steps_done": self.steps_done,
-            "warm_steps_done": self.warm_steps_done,
-            "baselines": dict(self.baselines),
-            "warm_likelihood": dict(self.warm_likelihood),
-            "kl_coefficient": coefficient,
-            "lora_scale": self.lora.scale if self.lora is not None else 0.0,
-        }
-        return tensors, scalars
+        """(tensors, scalars) of a checkpoint; views, not copies."""
+        return trainer_state.state(self)
 
     def load(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> None:
         """Restore what `state` gave; ConfigError when it belongs to another model."""
-        parts: dict[str, dict[str, torch.Tensor]] = {part: {} for part in TENSORS}
-        for name, value in tensors.items():
-            head, rest = name.split(".", 1)
-            parts[head][rest] = value
-        _copy_into(self.policy.named_masters(), parts["model"])
-        self._frozen.clear()
-        self.optimizer.load(parts["optimizer"])
-        coefficient = float(scalars.get("kl_coefficient", self.recipe.objective.kl_coefficient))
-        _copy_into(self.reference.load(parts["reference"], coefficient, self.policy), parts["reference"])
-        if self.critic is not None:
-            self.critic.load(parts["critic"])
-        torch.set_rng_state(parts["rng"]["torch"])
-        self.steps_done = int(scalars["steps_done"])
-        self.warm_steps_done = int(scalars["warm_steps_done"])
-        self.baselines = {str(k): float(v) for k, v in scalars["baselines"].items()}
-        self.warm_likelihood = {str(k): float(v) for k, v in scalars.get("warm_likelihood", {}).items()}
-
-
-def _copy_into(named: Mapping[str, torch.nn.Parameter], values: Mapping[str, torch.Tensor]) -> None:
-    if named.keys() != values.keys():
-        different = sorted(named.keys() ^ values.keys())
-        raise ConfigError(f"the checkpoint is of another model: parameters differ ({', '.join(different[:3])})")
-    with torch.no_grad():
-        for name, parameter in named.items():
-            if parameter.shape != values[name].shape:
-                raise ConfigError(
-                    f"the checkpoint is of another model: {name} is {tuple(values[name].shape)}, "
-                    f"expected {tuple(parameter.shape)}"
-                )
-            parameter.copy_(values[name])
-
-
-def _always_active(flags: PolicyFlags) -> bool:
-    """Whether a row with advantage 0 has a gradient all the same."""
-    return bool(
-        flags.loss == "dro" or flags.entropy_coefficient != 0 or (flags.kl != "none" and flags.kl_coefficient != 0)
-    )
-
-
-def _active(include: Array, data: StepRows, advantage: torch.Tensor) -> Array:
-    """The rows of `include` with an advantage other than 0 somewhere: the others have no gradient and cost nothing."""
-    nonzero = np.concatenate([[0], np.cumsum(advantage.cpu().numpy() != 0)])
-    counts = nonzero[data.cu_seqlens[1:]] - nonzero[data.cu_seqlens[:-1]]
-    return include[counts[include] > 0]
-
-
-def _support_of(batch: Microbatch, support: tuple[Array, Array] | None) -> Support | None:
-    """The supports (ids, cu) of a micro-batch's tokens, from the step's."""
-    if support is None:
-        return None
-    ids, cu = support
-    sizes = (cu[1:] - cu[:-1])[batch.flat]
-    picked = ids[ragged(cu[batch.flat], sizes)]
-    return torch.from_numpy(picked), torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int64))
+        trainer_state.load(self, tensors, scalars)

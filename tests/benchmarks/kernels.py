@@ -2,7 +2,7 @@
 
 ``bin/bench kernels --json FILE [--rounds 3] [--tokens 4096]``. CPU: every case runs in a process of its own, one thread, the
 naive path (logits, float32 log-softmax, gather) beside ours; the best of the rounds counts, peaks are resident memory above
-the inputs. GPU: the shapes of large models, baselines in the same process; without a GPU the row says so.
+the inputs. GPU: see `_kernels_gpu`; without a GPU the row says so.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ import torch
 from temper.kernels.linear_logprob import linear_logprob
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    import _kernels_gpu
+    from _kernels_gpu import goal, naive
+finally:
+    del sys.path[0]  # or this file would be taken for Hugging Face's `kernels` by whoever looks for that
+
 HIDDEN, VOCABULARY = 576, 49_152
-GPU_SHAPES = ((131_072, 151_936, 4096), (32_768, 151_936, 2048), (8192, 151_936, 4096))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def naive(hidden: Tensor, weight: Tensor, target: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Whole logits, as most trainers do."""
-    logp = torch.log_softmax((hidden @ weight.T).float(), -1)
-    found = -(logp.exp() * logp).sum(-1) if entropy else None
-    return logp.gather(1, target[:, None])[:, 0], found
 
 
 def ours(hidden: Tensor, weight: Tensor, target: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -102,16 +101,6 @@ def in_process(**case: Any) -> dict[str, Any]:
     return found
 
 
-def goal(name: str, limit: float, value: float, at_most: bool = True) -> dict[str, Any]:
-    value = round(value, 3)
-    return {
-        "name": name,
-        "goal": f"{'<=' if at_most else '>='} {limit}",
-        "value": value,
-        "met": value <= limit if at_most else value >= limit,
-    }
-
-
 def cpu(tokens: int, rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     rows, goals = [], []
 
@@ -139,134 +128,6 @@ def cpu(tokens: int, rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, 
     return rows, goals
 
 
-# ---------------------------------------------------------------- GPU
-
-
-def timed(work: Callable[[], Any], rounds: int, device: torch.device) -> float:
-    """Best seconds of one call."""
-    best = float("inf")
-    for _ in range(rounds):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begun = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - begun)
-    return best
-
-
-def _peers() -> dict[str, Callable[..., Tensor]]:
-    """Fused heads of other projects that are installed: (hidden, weight, target) -> mean loss."""
-    found: dict[str, Callable[..., Tensor]] = {}
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-        found["liger"] = liger_fused_linear_cross_entropy
-    except ImportError:
-        pass
-    try:
-        from cut_cross_entropy import linear_cross_entropy
-
-        found["cut_cross_entropy"] = linear_cross_entropy
-    except ImportError:
-        pass
-    return found
-
-
-def heads(
-    shape: tuple[int, int, int], device: torch.device, rounds: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """One shape: our forward and backward, the bare GEMMs, chunked torch, the naive path where it fits, and peers."""
-    n, v, h = shape
-    gen = torch.Generator(device=device).manual_seed(0)
-    hidden = torch.randn(n, h, device=device, generator=gen).bfloat16().requires_grad_()
-    weight = (torch.randn(v, h, device=device, generator=gen) * 0.02).bfloat16().requires_grad_()
-    target = torch.randint(0, v, (n,), device=device, generator=gen)
-    rows: list[dict[str, Any]] = []
-    part = max(1, n // 16)  # the GEMM in row blocks: its whole output would not fit
-    seconds: dict[str, float] = {}
-    with torch.no_grad():
-        seconds["gemm"] = timed(lambda: [hidden[i : i + part] @ weight.T for i in range(0, n, part)], rounds, device)
-        seconds["forward"] = timed(lambda: linear_logprob(hidden, weight, target), rounds, device)
-    out = linear_logprob(hidden, weight, target).logprob.sum()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    seconds["backward"] = timed(lambda: torch.autograd.grad(out, (hidden, weight), retain_graph=True), rounds, device)
-    extra: dict[str, float] = {}
-    if device.type == "cuda":
-        gradients = hidden.numel() * 2 + weight.numel() * 2 + weight.numel() * 4
-        extra["backward_extra_mib"] = (torch.cuda.max_memory_allocated() - before - gradients) / 2**20
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        with torch.no_grad():
-            linear_logprob(hidden, weight, target)
-        extra["forward_extra_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    others: dict[str, Callable[[], Any]] = {
-        "chunked torch": lambda: torch.autograd.grad(
-            linear_logprob(hidden, weight, target, backend="torch").logprob.sum(), (hidden, weight)
-        )
-    }
-    if n * v <= 8192 * 151_936:
-        others["naive"] = lambda: torch.autograd.grad(naive(hidden, weight, target, False)[0].sum(), (hidden, weight))
-    for name, peer in _peers().items():
-        others[name] = lambda peer=peer: torch.autograd.grad(peer(hidden, weight, target), (hidden, weight))
-    for name, work in others.items():
-        try:
-            seconds[f"{name}, forward + backward"] = timed(work, rounds, device)
-        except torch.OutOfMemoryError:
-            rows.append(
-                {"device": str(device), "shape": list(shape), "case": name, "seconds": None, "note": "out of memory"}
-            )
-    rows += [
-        {"device": str(device), "shape": list(shape), "case": name, "seconds": value} for name, value in seconds.items()
-    ]
-    rows += [{"device": str(device), "shape": list(shape), "case": name, "mib": value} for name, value in extra.items()]
-    label = "x".join(map(str, shape))
-    goals = [
-        goal(f"forward rate over the GEMM's, {label}", 0.8, seconds["gemm"] / seconds["forward"], at_most=False),
-        goal(
-            f"backward rate over three GEMMs', {label}", 0.8, 3 * seconds["gemm"] / seconds["backward"], at_most=False
-        ),
-    ]
-    if extra and shape == GPU_SHAPES[0]:
-        goals.append(goal("extra MiB forward, largest shape", 32, extra["forward_extra_mib"]))
-        goals.append(goal("extra MiB backward, largest shape", 560, extra["backward_extra_mib"]))
-    return rows, goals
-
-
-def bandwidth(
-    shape: tuple[int, int], device: torch.device, rounds: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """selective_logprob's forward against a copy of the same logits (which moves twice the bytes)."""
-    from temper.kernels.selective_logprob import selective_logprob
-
-    logits = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    index = torch.zeros(shape[0], dtype=torch.int64, device=device)
-    size = logits.numel() * 2
-    copy = 2 * size / timed(logits.clone, rounds, device)
-    mine = size / timed(lambda: selective_logprob(logits, index), rounds, device)
-    rows = [
-        {"device": str(device), "case": name, "bytes_per_s": value}
-        for name, value in (("copy", copy), ("selective_logprob", mine))
-    ]
-    return rows, [goal("selective_logprob bandwidth over a copy's", 0.85, mine / copy, at_most=False)]
-
-
-def gpu(rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    if not torch.cuda.is_available():
-        return [{"device": "gpu", "note": "not yet measured on a GPU"}], []
-    device = torch.device("cuda")
-    rows: list[dict[str, Any]] = [{"device": torch.cuda.get_device_name(device)}]
-    goals: list[dict[str, Any]] = []
-    for shape in GPU_SHAPES:
-        more_rows, more_goals = heads(shape, device, rounds)
-        rows, goals = [*rows, *more_rows], [*goals, *more_goals]
-    more_rows, more_goals = bandwidth((8192, 151_936), device, rounds)
-    return [*rows, *more_rows], [*goals, *more_goals]
-
-
 def main(argv: list[str]) -> dict[str, Any]:
     """Rows and goals of both parts."""
     parser = argparse.ArgumentParser(prog="bin/bench kernels", allow_abbrev=False)
@@ -274,7 +135,7 @@ def main(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args(argv)
     rows, goals = cpu(arguments.tokens, arguments.rounds)
-    gpu_rows, gpu_goals = gpu(arguments.rounds)
+    gpu_rows, gpu_goals = _kernels_gpu.measure(arguments.rounds)
     return {"rows": [*rows, *gpu_rows], "goals": [*goals, *gpu_goals]}
 
 

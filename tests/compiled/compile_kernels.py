@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import triton
 from temper.kernels import (
+    advantages_triton,
     linear_logprob_triton,
     policy_loss_triton,
     segments_triton,
     selective_logprob_triton,
+    support_triton,
     weight_delta_triton,
 )
 from temper.kernels.flags import KL_LIMIT, LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT
@@ -35,6 +37,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+MATRIX = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}  # mma, wgmma, tcgen05.mma in machine code
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 DIVISIBLE = [["tt.divisibility", 16]]
 
@@ -61,8 +64,8 @@ def compile_one(
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target=TARGETS[target], options=options)
 
 
-def facts(compiled: Any) -> dict[str, Any]:
-    """Spills, shared memory and tensor-core instructions of one compiled kernel."""
+def facts(compiled: Any, target: str) -> dict[str, Any]:
+    """Spills, shared memory and the target's own matrix instructions of one compiled kernel."""
     if "amdgcn" in compiled.asm:
         text = compiled.asm["amdgcn"]
         counts = re.findall(r"(?:\.vgpr_spill_count|\.private_segment_fixed_size):\s+(\d+)", text)
@@ -79,30 +82,41 @@ def facts(compiled: Any) -> dict[str, Any]:
     return {
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", text)),
         "shared": compiled.metadata.shared,
-        "matrix": len(re.findall(r"\b(?:HMMA|HGMMA|UTCHMMA)\b", text)),
+        "matrix": len(re.findall(rf"\b{MATRIX[target]}\b", text)),
     }
 
 
+def head_case(target: str, kernel: Any, dtype: torch.dtype, aligned: bool, entropy: bool) -> tuple[str, Any]:
+    kernels, short = linear_logprob_triton, TYPES[dtype]
+    backward = kernel is kernels._gradient
+    tile = kernels.tile_of("gradient" if backward else "forward", dtype, target, aligned)
+    constants = {
+        "FLOOR": -1e3, "BM": tile.rows, "BN": tile.columns, "BK": tile.inner, "DESCRIBED": tile.described, "EVEN": True,
+        "BIAS": False, "CAP": False, "UPCAST": False, "ENTROPY": entropy, "GROUP": kernels.GROUP, "HALVES": tile.halves,
+        "h_inner": 1, "w_inner": 1,
+    }  # fmt: skip
+    inputs = dict.fromkeys(("h_ptr", "w_ptr", "b_ptr", "d_ptr"), f"*{short}")
+    inputs |= {"target_ptr": "*i64", "row_ptr": "*i64"}
+    if tile.described:
+        inputs["h_ptr"] = f"tensordesc<{short}[{tile.rows},{tile.inner}]>"
+        inputs["w_ptr"] = f"tensordesc<{short}[{tile.columns},{tile.inner}]>"
+        inputs["d_ptr"] = f"tensordesc<{short}[{tile.rows},{tile.columns // (1 + tile.halves)}]>"
+    if backward:
+        constants |= {"ROUNDED": dtype != torch.float32, "TYPE": kernels.TYPES[dtype]}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    compiled = compile_one(kernel, target, inputs, constants, options, ("softcap", "scale"))
+    how = f"{short}{' described' if tile.described else ''}{' entropy' if entropy else ''}"
+    return f"linear_logprob{kernel.__name__} {how}", facts(compiled, target) | {"tensor_cores": dtype != torch.float32}
+
+
 def head_cases(target: str) -> list[tuple[str, Any]]:
-    cases = []
     kernels = linear_logprob_triton
-    for dtype, short in TYPES.items():
-        tile = kernels.tile_of(dtype, target)
-        for entropy in (False, True):
-            if dtype != torch.bfloat16 and (entropy or target != "sm_90"):
-                continue
-            shared = {
-                "FLOOR": -1e3, "BM": tile.rows, "BN": tile.columns, "BK": tile.inner, "EVEN": True, "BIAS": False,
-                "CAP": False, "UPCAST": False, "ENTROPY": entropy, "GROUP": 16, "h_inner": 1, "w_inner": 1,
-            }  # fmt: skip
-            inputs = dict.fromkeys(("h_ptr", "w_ptr", "b_ptr", "d_ptr"), f"*{short}")
-            inputs |= {"target_ptr": "*i64", "row_ptr": "*i64"}
-            options = {"num_warps": tile.warps, "num_stages": tile.stages}
-            for kernel, more in ((kernels._forward, {}), (kernels._gradient, {"ROUNDED": dtype != torch.float32})):
-                name = f"linear_logprob{kernel.__name__} {short}{' entropy' if entropy else ''}"
-                compiled = compile_one(kernel, target, inputs, {**shared, **more}, options, ("softcap", "scale"))
-                cases.append((name, facts(compiled) | {"tensor_cores": dtype != torch.float32}))
-    return cases
+    cases = [(torch.bfloat16, True, False), (torch.bfloat16, True, True)]
+    if target in ("sm_90", "sm_100"):  # there tiles of aligned inputs are read through descriptors
+        cases.append((torch.bfloat16, False, True))
+    if target == "sm_90":
+        cases += [(torch.float16, True, True), (torch.float32, False, False)]
+    return [head_case(target, kernel, *case) for case in cases for kernel in (kernels._forward, kernels._gradient)]
 
 
 def loss_case(target: str, row: str) -> tuple[str, Any]:
@@ -118,30 +132,61 @@ def loss_case(target: str, row: str) -> tuple[str, Any]:
     kernel = policy_loss_triton._loss
     floats = tuple(name for name in kernel.arg_names if not name.endswith("_ptr") and name not in constants)
     pointers = {"mask_ptr": "*u8", "lag_ptr": "*i32", "cu_ptr": "*i64"}
-    return f"policy_loss {row}", facts(compile_one(kernel, target, pointers, constants, {"num_warps": 4}, floats))
+    compiled = compile_one(kernel, target, pointers, constants, {"num_warps": 4}, floats)
+    return f"policy_loss {row}", facts(compiled, target)
 
 
 def small_cases(target: str) -> list[tuple[str, Any]]:
     rows = selective_logprob_triton
     wide = {"z_ptr": "*bf16", "grad_ptr": "*bf16", "row_ptr": "*i64", "index_ptr": "*i64"}
-    block = {"FLOOR": -1e3, "BLOCK": rows.BLOCK, "inner": 1}
-    ragged = {"mask_ptr": "*u8", "cu_ptr": "*i64"}
+    logits = {"FLOOR": -1e3, "BLOCK": rows.BLOCK, "inner": 1}
     delta = {"base_ptr": "*i16", "new_ptr": "*i16", "value_ptr": "*i16", "bits_ptr": "*i16"}
     delta |= dict.fromkeys(("count_ptr", "start_ptr", "index_ptr", "part_ptr"), "*i64")
     size = {"BLOCK": weight_delta_triton.BLOCK}
+    short = {"mask_ptr": "*u8", "cu_ptr": "*i64", "scored_ptr": "*u8"}
+    group = short | dict.fromkeys(("reward_ptr", "length_ptr", "knob_ptr", "out_ptr"), "*fp64")
+    block = {"BLOCK": segments_triton.BLOCK}
+    limit = block | {"LIMIT": LOG_RATIO_LIMIT}
+    own = {"BS": support_triton.IDS, "BK": support_triton.CHANNELS}
+    gather = own | {"FLOOR": -1e3, "BIAS": True, "CAP": True, "h_inner": 1, "w_inner": 1}
+    pairs = dict.fromkeys(("h_ptr", "w_ptr", "b_ptr"), "*bf16") | {"ids_ptr": "*i32", "cu_ptr": "*i64"}
+    longs = (
+        "target_ptr",
+        "row_ptr",
+        "offset_ptr",
+        "pair_id_ptr",
+        "pair_row_ptr",
+        "order_ptr",
+        "unique_ptr",
+        "edge_ptr",
+    )
+    pairs |= dict.fromkeys(longs, "*i64")
     table = [
-        (rows._forward, wide, block, {"num_warps": rows.WARPS}),
-        (rows._backward, wide, {**block, "ENTROPY": True}, {"num_warps": rows.WARPS}),
-        (segments_triton._sum, ragged, {"BLOCK": segments_triton.BLOCK}, {}),
-        (segments_triton._scan, ragged, {"BLOCK": segments_triton.BLOCK}, {}),
+        (rows._forward, wide, logits, {"num_warps": rows.WARPS}),
+        (rows._backward, wide, {**logits, "ENTROPY": True}, {"num_warps": rows.WARPS}),
+        *((segments_triton._reduce, short, {**block, "OP": op}, {}) for op in ("sum", "max")),
+        (segments_triton._broadcast, short, block, {}),
+        (segments_triton._scan, short, block, {}),
+        *(
+            (advantages_triton._group, group, {"KIND": k, "BLOCK": advantages_triton.MEMBERS}, {})
+            for k in ("grpo", "passk")
+        ),
+        (advantages_triton._gae, short, block, {}),
+        (advantages_triton._vtrace, short, limit, {}),
+        (support_triton._stats, pairs, gather, {}),
+        (support_triton._gradient, pairs, {**gather, "ENTROPY": True}, {}),
+        (support_triton._d_hidden, {**pairs, "out_ptr": "*bf16"}, {**own, "w_inner": 1}, {}),
+        (support_triton._d_weight, pairs, {**own, "WEIGHT": True, "BIAS": True, "h_inner": 1}, {}),
         (weight_delta_triton._count, delta, size, {}),
         (weight_delta_triton._gather, delta, size, {}),
+        (weight_delta_triton._overwrite, {**delta, "target_ptr": "*i16"}, size, {}),
         (weight_delta_triton._fingerprint, delta, {**size, "WIDTH": 65535}, {}),
     ]
+    floats = ("gamma", "decay", "lam", "rho_bar", "c_bar", "softcap")
     return [
         (
             f"{kernel.__module__.rsplit('.', 1)[1]}{kernel.__name__}",
-            facts(compile_one(kernel, target, pointers, constants, options)),
+            facts(compile_one(kernel, target, pointers, constants, options, floats), target),
         )
         for kernel, pointers, constants, options in table
     ]

@@ -19,7 +19,7 @@ import pytest
 import torch
 from temper.kernels.flags import PolicyFlags
 from temper.kernels.policy_loss import PackedBatch, count_normalisers, policy_loss
-from temper.kernels.reference import gae, vtrace
+from temper.kernels.reference import gae, kl, masked_returns, value_loss, vtrace
 from temper.learner.advantages import GroupRewards, advantages
 from temper.learner.objectives import TABLE, Objective, compile
 from torch import Tensor
@@ -345,9 +345,102 @@ def test_gae_equals_torchrl(functional: Any, gamma: float, lam: float) -> None:
         assert torch.allclose(returns[part], target[:, 0], rtol=1e-9, atol=1e-12)
 
 
+SCORES = {
+    "tis": ({"weight_high": 1.1}, 1.1),
+    "aipo": ({"weight_high": 1.3}, 1.3),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_truncated_scores_equal_trls_cispo_against_the_behaviour_policy(trl: Any, name: str, seed: int) -> None:
+    """-sg[min(pi/mu, C)] A log pi is TRL's cispo loss when its old policy is the one that sampled."""
+    choices, cap = SCORES[name]
+    batch, pi, entropy, sample = inputs(seed)
+    behaved = replace(batch, prox=batch.mu)
+    loss, grad = trl_loss(trl.GRPOTrainer, behaved, pi, entropy, sample, loss_type="cispo", high=cap)
+    found, gradient = ours(batch, pi, entropy, replace(compile(TABLE[name]), **choices))
+    assert torch.allclose(found, loss, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(gradient, grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind,high", [("GRPOLoss", 0.2), ("DAPO", 0.28)])
+@pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
+def test_clipped_losses_equal_torchrl(kind: str, high: float, aggregation: str) -> None:
+    """torchrl's CISPOLoss is left out: it differentiates the clipped ratio itself, which the paper (and TRL) don't."""
+    module = pytest.importorskip("torchrl.objectives.llm.grpo")
+    loss = getattr(module, kind)
+    batch, pi, entropy, _ = inputs(3)
+    assert batch.prox is not None
+    stand_in = SimpleNamespace(
+        _clip_bounds=(torch.tensor(-0.2, dtype=F64).log1p(), torch.tensor(high, dtype=F64).log1p()),
+        aggregation=aggregation,
+        reduction="mean",
+        _reduce_loss=lambda value, mask, **_: value[mask].mean(0),
+    )
+    leaf = pi.clone().requires_grad_()
+    rows, _ = loss._compute_policy_objective(
+        stand_in, padded(leaf - batch.prox)[..., None], padded(batch.advantage)[..., None]
+    )
+    expected = loss._aggregate_loss_value(stand_in, rows, padded(batch.mask.to(F64)).bool()).sum()
+    (grad,) = torch.autograd.grad(expected, leaf)
+    flags = PolicyFlags(
+        clip_high=high, aggregation="token_mean" if aggregation == "token_mean" else "seq_mean_token_mean"
+    )
+    found, gradient = ours(batch, pi, entropy, flags)
+    assert torch.allclose(found, expected.detach(), rtol=1e-9, atol=1e-12)
+    assert torch.allclose(gradient, grad, rtol=1e-9, atol=1e-12)
+
+
+def test_k3_equals_torchrl() -> None:
+    module = pytest.importorskip("torchrl.objectives.llm.distillation")
+    gen = torch.Generator().manual_seed(4)
+    pi, ref = (-3 * torch.rand(20, generator=gen, dtype=F64) for _ in range(2))
+    assert torch.allclose(kl("k3", pi, ref, pi), module.k3_kl_token_estimate(ref, pi), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_the_critics_loss_equals_torchrl(clip: float) -> None:
+    utils = pytest.importorskip("torchrl.objectives.utils")
+    gen = torch.Generator().manual_seed(5)
+    value, old, target = (torch.randn(30, generator=gen, dtype=F64) for _ in range(3))
+    leaf = value.clone().requires_grad_()
+    each = utils.distance_loss(target, leaf, loss_function="l2")
+    if clip:
+        each, _ = utils._clip_value_loss(old, leaf, torch.tensor(clip, dtype=F64), target, each, "l2")
+    mine = value.clone().requires_grad_()
+    found = value_loss(mine, old, target, clip)
+    assert torch.allclose(2 * found, each, rtol=1e-9, atol=1e-12)
+    (one,), (other,) = torch.autograd.grad(2 * found.sum(), mine), torch.autograd.grad(each.sum(), leaf)
+    assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.875])
+def test_returns_equal_torchrl(functional: Any, gamma: float) -> None:
+    """The token returns of reinforce++ and of step rewards."""
+    gen = torch.Generator().manual_seed(6)
+    reward = torch.randn(sum(LENGTHS), generator=gen, dtype=F64)
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
+    done = torch.zeros(sum(LENGTHS), 1, dtype=torch.bool)
+    done[cu[1:] - 1] = True
+    found = masked_returns(reward, torch.ones_like(done[:, 0]), cu, gamma)
+    assert torch.allclose(found, functional.reward2go(reward[:, None], done, gamma)[:, 0], rtol=1e-9, atol=1e-12)
+
+
+def test_group_advantages_equal_torchrl() -> None:
+    """MCAdvantage's (r - mean)/std."""
+    module = pytest.importorskip("torchrl.objectives.llm.grpo")
+    rewards = [0.25, 1.0, 0.5, 0.0, 0.75]
+    source = block_of(module.MCAdvantage._trajectory_advantage, "advantage = (returns", "advantage = (returns")
+    scope: dict[str, Any] = {"returns": torch.tensor(rewards, dtype=F64)}
+    exec(source, scope)
+    (found,) = advantages(Objective("x", "", advantage="grpo", epsilon=0.0), [GroupRewards(rewards)])
+    assert found == pytest.approx(scope["advantage"].tolist(), rel=1e-9, abs=1e-12)
+
+
 def test_the_table_claims_only_what_is_tested_here() -> None:
     """Rows that name a peer are among the cases above: by their loss, weight or advantage."""
-    tested = {*CASES, *WEIGHTS, *SCALES, "gmpo", "rloo", "vtrace", "gae"}
+    tested = {*CASES, *WEIGHTS, *SCALES, *SCORES, "gmpo", "rloo", "vtrace", "gae", "reinforce++"}
     words = {word for name in tested for word in name.replace(",", "").split()}
     aliases = {"ppo_critic": "ppo", "decoupled_ppo": "decoupled", "impala": "vtrace"}
     for row in TABLE.values():

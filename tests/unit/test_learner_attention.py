@@ -4,7 +4,9 @@ import pytest
 import torch
 from temper.learner import attention
 from temper.learner.norms import fuse_norms
+from temper.learner.rotary import _Turn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 
 def inputs(heads: int, groups: int, width: int, length: int) -> list[torch.Tensor]:
@@ -68,3 +70,21 @@ def test_the_norm_and_its_gradient_are_transformers_own():
         assert torch.allclose(one, other, atol=1e-12)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert norm(x.float()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_turned_queries_and_their_gradient_are_transformers_own(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 3, 16, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+    angles = torch.rand(1, 7, 8, dtype=torch.float64, generator=generator) * 6
+    cos, sin = (torch.cat([f(angles), f(angles)], -1) for f in (torch.cos, torch.sin))
+    upstream = torch.randn(7, 3, 16, dtype=torch.float64, generator=generator).to(dtype)
+    wide = x.detach().double().requires_grad_()
+    want, _ = apply_rotary_pos_emb(wide.transpose(0, 1)[None], wide.transpose(0, 1)[None], cos, sin)
+    want = want[0].transpose(0, 1)
+    out = _Turn.apply(x, cos[0, :, None, :8], sin[0, :, None, :8])
+    assert out.dtype == dtype
+    tolerance = 1e-12 if dtype == torch.float64 else 2**-8  # one rounding
+    assert torch.allclose(out.double(), want, rtol=tolerance, atol=1e-12)
+    (found,), (exact,) = torch.autograd.grad(out, x, upstream), torch.autograd.grad(want, wide, upstream.double())
+    assert torch.allclose(found.double(), exact, rtol=tolerance, atol=1e-12)

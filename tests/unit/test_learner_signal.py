@@ -93,6 +93,115 @@ def test_the_reference_moves_as_its_kind_says(kind):
     assert not equal(now, start)
 
 
+def test_the_reference_is_reset_when_held_out_accuracy_rises():
+    recipe = change(
+        objective={"kl_coefficient": 0.1},
+        reference={"kind": "reset_on_gain", "reset_gain": 0.05},
+        eval={"every_steps": 1},
+    )
+    learner = trainer(recipe)
+    start = snapshot(learner.policy)
+    expected = start
+    for step, accuracy in enumerate((0.5, 0.54, 0.56, 0.58, None, 0.62)):
+        if accuracy is not None:
+            learner.reference.evaluated(accuracy)
+        learner.train_step(groups(step), 0)
+        if accuracy in (0.56, 0.62):  # above the best so far, .5 and .56, by more than .05
+            expected = snapshot(learner.policy)
+        assert equal(snapshot(learner.reference.policy(learner.policy)), expected), accuracy
+    tensors, scalars = learner.state()
+    resumed = trainer(recipe, seed=3)
+    resumed.load({name: value.clone() for name, value in tensors.items()}, scalars)
+    assert resumed.reference.best == 0.62
+
+
+def components(weights: dict[str, float]) -> tuple[Recipe, list[GroupData]]:
+    """Samples whose component "a" follows the reward and whose "b" is its opposite."""
+    recipe = change(
+        objective={
+            "name": "ppo",
+            "advantage": "per_component",
+            "component_weights": weights,
+            "allow_uncorrected": False,
+        }
+    )
+    batch = [
+        dataclasses.replace(
+            g, samples=tuple(dataclasses.replace(s, components={"a": s.reward, "b": 1 - s.reward}) for s in g.samples)
+        )
+        for g in groups()
+    ]
+    return recipe, batch
+
+
+def test_components_are_weighed_in_a_step():
+    recipe, batch = components({"a": 1.0, "b": 0.25})
+    found = signal(recipe, batch)[1]
+    alone = signal(components({"a": 1.0})[0], batch)[1]
+    assert float(alone.abs().max()) > 0.5
+    assert torch.allclose(found, 0.75 * alone, atol=1e-6)  # b's advantage is the negative of a's
+    weights = []
+    for share in (1.0, 0.5):
+        learner = trainer(components({"a": share, "b": share})[0])
+        before = snapshot(learner.policy)
+        learner.train_step(batch, 0)
+        weights.append(equal(snapshot(learner.policy), before))
+    assert weights == [True, True]  # opposite components of equal weight cancel: nothing to learn
+    learner = trainer(recipe)
+    before = snapshot(learner.policy)
+    learner.train_step(batch, 0)
+    assert not equal(snapshot(learner.policy), before)
+
+
+def test_step_rewards_move_the_tokens_before_them_and_no_others():
+    recipe = change(objective={"name": "ppo", "advantage": "dr_grpo", "gamma": 0.5})
+    batch = groups(rewards=(1.0, 0.0, 0.0, 0.0))
+    plain = signal(recipe, batch)[1]
+    first = batch[0].samples[0]
+    last = first.generated - 1
+    rewarded = dataclasses.replace(first, step_rewards=[(0, 2.0), (last, 4.0)])
+    found = signal(recipe, [dataclasses.replace(batch[0], samples=(rewarded, *batch[0].samples[1:])), *batch[1:]])[1]
+    expected = torch.zeros_like(plain)
+    expected[: last + 1] = torch.tensor([4.0 * 0.5 ** (last - t) for t in range(last + 1)])
+    expected[0] += 2.0
+    assert torch.allclose(found - plain, expected, atol=1e-6)
+    one, other = trainer(recipe), trainer(recipe)
+    one.train_step(batch, 0)
+    other.train_step([dataclasses.replace(batch[0], samples=(rewarded, *batch[0].samples[1:])), *batch[1:]], 0)
+    assert not equal(snapshot(one.policy), snapshot(other.policy))
+
+
+@pytest.mark.parametrize("objective", [
+    {"name": "ppo", "advantage": "per_component"},
+    {"name": "ppo_critic"},
+    {"name": "impala"},
+    {"name": "decoupled_ppo", "updates_per_step": 2},
+    {"name": "decoupled_ppo_loglinear", "updates_per_step": 2},
+    {"name": "m2po", "kl_coefficient": 0.1},
+    {"name": "ppo", "entropy_coefficient": 0.01, "kl_coefficient": 0.1, "kl": "reward"},
+])  # fmt: skip
+def test_micro_batches_and_order_change_nothing_but_rounding(objective):
+    batch = [
+        dataclasses.replace(
+            g,
+            samples=tuple(
+                dataclasses.replace(s, step_rewards=[(1, 0.25 * s.index)], components={"a": s.reward, "b": s.index % 2})
+                for s in g.samples
+            ),
+        )
+        for g in groups(3)
+    ]
+    found = []
+    for tokens, order in ((512, 1), (10, 1), (64, -1)):
+        learner = trainer(change(objective=objective, optimizer={"tokens_per_microbatch": tokens}))
+        for _ in range(2):
+            learner.train_step(batch[::order], 0)
+        found.append(snapshot(learner.policy))
+    for other in found[1:]:
+        for name, value in found[0].items():
+            torch.testing.assert_close(other[name], value, rtol=0, atol=3e-4, msg=name)
+
+
 def test_the_coefficient_is_steered_to_its_target_and_bounded():
     assert steer(0.1, 0.05, 0.05, 20) == 0.1
     assert steer(0.1, 9.0, 0.05, 20) == pytest.approx(0.1 * math.exp(1 / 20))

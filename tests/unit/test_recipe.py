@@ -101,6 +101,8 @@ BAD_TEXT = [
     ("[objective]\nupdates_per_step = 17", ["every update needs a group"]),
     ("[optimizer]\ntokens_per_microbatch = 8", ["does not hold one sequence"]),
     ('[run]\nname = "../x"', ["run.name"]),
+    ('[objective]\nkl_coefficient = 0.1\n[reference]\nkind = "reset_on_gain"', ["reset_on_gain", "eval.every_steps"]),
+    ("[objective]\nkl_coefficient = 0.1\n[reference]\nreset_gain = 0.1", ["reference.reset_gain has no effect"]),
 ]
 
 
@@ -121,7 +123,19 @@ BAD_MODEL = [
     ('[model]\nvocabulary = "aba"\n', ["'a' twice"]),
     ('[model]\nvocabulary = "ab"\nhidden_size = 30\n', ["model.heads = 4"]),
     ('[model]\npath = "smollm2"\nlayers = 3\n', ["model.layers has no effect"]),
+    ('[model]\npath = "smollm2"\n[sampling]\ntop_p = 0.9\n', ["sampling.top_k to at most 4096"]),
+    ('[model]\npath = "smollm2"\n[sampling]\ntop_k = 5000\n', ["sampling.top_k = 5000", "4096"]),
+    ('[model]\npath = "smollm2"\n[sampling]\nmin_p = 0.0001\n', ["min_p = 0.0001", "4096"]),
 ]
+
+
+@pytest.mark.parametrize("text", ["top_p = 0.9\ntop_k = 4096", "min_p = 0.01", "top_k = 50"])
+def test_truncated_sampling_with_a_bounded_support(write: typing.Callable[[str], str], text: str) -> None:
+    from temper.common.recipe_checks import SUPPORT_LIMIT
+    from temper.kernels import flags
+
+    assert SUPPORT_LIMIT == flags.SUPPORT_LIMIT
+    recipes.load(write(f'[model]\npath = "smollm2"\n[sampling]\n{text}\n[[domains]]\nname = "r"\nmodule = "a.b"\n'))
 
 
 @pytest.mark.parametrize(("text", "words"), BAD_MODEL)
