@@ -233,7 +233,7 @@ def test_supports(dtype: torch.dtype, softcap: float | None, biased: bool, n: in
 
 
 def test_supports_in_chunks_each_gradient_alone_and_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, target = case(18, 40, 50)
+    hidden, weight, target = case(10, 40, 50)
     bias = torch.randn(50).requires_grad_()
     support = supports(target, 50, [3, 12, 7])
 
@@ -246,23 +246,21 @@ def test_supports_in_chunks_each_gradient_alone_and_deterministic(monkeypatch: p
 
     every = (hidden, weight, bias)
     whole, plain = torch.autograd.grad(out("triton"), every), torch.autograd.grad(out("torch"), every)
-    monkeypatch.setattr(support_triton, "PAIRS", 20)
-    parts = torch.autograd.grad(out("triton"), every)
-    for one, other, part in zip(whole, plain, parts, strict=True):
-        assert torch.allclose(one, other, atol=2e-5) and torch.allclose(part, other, atol=2e-5)
     for leaf, expected in zip(every, whole, strict=True):
-        assert torch.equal(torch.autograd.grad(out("triton"), leaf)[0], torch.autograd.grad(out("triton"), leaf)[0])
-        assert torch.allclose(torch.autograd.grad(out("triton"), leaf)[0], expected, atol=2e-5)
+        assert torch.equal(torch.autograd.grad(out("triton"), leaf)[0], expected)
+    monkeypatch.setattr(support_triton, "PAIRS", 30)
+    for one, other, part in zip(whole, plain, torch.autograd.grad(out("triton"), every), strict=True):
+        assert torch.allclose(one, other, atol=2e-5) and torch.allclose(part, other, atol=2e-5)
 
 
 def test_support_of_strided_inputs() -> None:
-    hidden, weight, target = case(18, 16, 40)
+    hidden, weight, target = case(9, 16, 40)
     support = supports(target, 40, [4, 9])
     judge(
         hidden.detach().T.contiguous().T.requires_grad_(), weight.detach().T.contiguous().T.requires_grad_(), target,
         support=support,
     )  # fmt: skip
-    judge(hidden.detach()[:1].expand(18, 16).requires_grad_(), weight, target, support=support)
+    judge(hidden.detach()[:1].expand(9, 16).requires_grad_(), weight, target, support=support)
 
 
 def test_tiny_fp16_upstream_gradients_do_not_underflow() -> None:
