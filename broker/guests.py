@@ -17,7 +17,6 @@ class Guests:
         self.beats: dict[str, Heartbeat] = {}
         self._keys: dict[PeerId, str] = {}
         self._ids: dict[str, PeerId] = {}
-        self._digests: dict[str, tuple[str, str]] = {}  # domain module -> (digest, who named it first)
 
     def __len__(self) -> int:
         return len(self.hellos)
@@ -65,11 +64,14 @@ class Guests:
         present = self.hellos.get(learner or "")
         if hello.role == "learner" and present is not None and present.session != hello.session:
             return Refused("role_taken", f"this run already has a learner: {present.name}")
-        for module, digest in hello.domains.items():
-            known, by = self._digests.setdefault(module, (digest, hello.name))
-            if known != digest:
-                text = f"domain module {module} has digest {digest} at {hello.name}, {known} at {by}"
-                return Refused("domain", f"{text}: install the same version on both")
+        for other in self.hellos.values():  # who is here now: an upgraded peer is judged by its present company
+            if other.name == hello.name:
+                continue
+            for module in sorted(hello.domains.keys() & other.domains.keys()):
+                digest, known = hello.domains[module], other.domains[module]
+                if digest != known:
+                    text = f"domain module {module} has digest {digest} at {hello.name}, {known} at {other.name}"
+                    return Refused("domain", f"{text}: install the same version on both")
         return None
 
     def mismatch(self, hello: Hello) -> Refused | None:

@@ -43,8 +43,8 @@ class Curriculum:
         return found
 
     def portions(self) -> dict[str, float]:
-        """domain -> its part of the train lane's groups, 1 in all."""
-        shares = {name: share for name, (_, share) in self.shares("train").items()}
+        """domain -> its part of the train lane's groups, 1 in all; empty where nothing is trained."""
+        shares = {name: domain.share for name, domain in self.domains.items() if domain.train and domain.share > 0}
         return {name: share / sum(shares.values()) for name, share in shares.items()}
 
     def observe(self, groups: Sequence[GroupData]) -> None:

@@ -47,8 +47,8 @@ class Caches:
         shared = None
         if size := int(lengths.max()):
             prefix, rank, rows = self._members or self._tables(running, count)
-            shared = Shared(self._prefixes, self._bucket(size, self._prefixes.length), rows, prefix, rank, lengths)
-        longest = self._bucket(int((position - lengths).max()) + 1, self._own.length)
+            shared = Shared(self._prefixes, self._bucket(size), rows, prefix, rank, lengths)
+        longest = self._bucket(int((position - lengths).max()) + 1)
         return self._model.decode(slots.token[:count], position, self._own, longest, shared)
 
     def fill(self, rows: list[Row]) -> None:
@@ -63,7 +63,7 @@ class Caches:
                 short.setdefault(row.prompt, []).append(row.slot)
                 self._copied.setdefault(row.prompt, row)
         self._share(long)
-        self._own.grow(max(self._tokens(row) for row in rows))
+        self._own.grow(self._bucket(max(self._tokens(row) for row in rows)))
         self._copy(short)
 
     def expire(self) -> None:
@@ -117,8 +117,8 @@ class Caches:
 
     # ------------------------------------------------------------ inside
 
-    def _bucket(self, size: int, limit: int) -> int:
-        return min(limit, -(-size // BUCKET) * BUCKET)
+    def _bucket(self, size: int) -> int:
+        return min(self._slots.length, -(-size // BUCKET) * BUCKET)
 
     def _tokens(self, row: Row) -> int:
         """Positions of its own that `row` may come to need."""

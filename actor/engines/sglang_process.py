@@ -30,6 +30,7 @@ CPU_FLAGS = (
     *("--grammar-backend", "none", "--disable-overlap-schedule", "--max-total-tokens", "65536"),
 )
 TAIL_LINES = 20
+TAIL_BYTES = 64 << 10
 STOP_S = 5.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -124,7 +125,10 @@ class ServerProcess:
     def tail(self) -> str:
         """The last lines of its log."""
         try:
-            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+            with self.log_path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+            return "\n".join(lines[-TAIL_LINES:])
         except OSError as error:
             return f"(no log: {error.strerror})"
 

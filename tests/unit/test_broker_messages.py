@@ -359,3 +359,18 @@ def test_a_bundle_must_be_what_it_says(tmp_path: Path) -> None:
         store.put(body, [*frames, b"more"])
     with pytest.raises(ProtocolError, match=f"at most {BUNDLE_LIMIT_BYTES}"):
         store.put(body, [bytes(BUNDLE_LIMIT_BYTES + 1)])
+
+
+def test_domain_modules_are_compared_with_those_of_the_peers_that_are_here() -> None:
+    """One version of a domain a run, but a departed peer's version binds nobody: a fleet can be upgraded."""
+    guests = Guests("run")
+    old, new = (schema.Hello("actor", name, "s", domains={"mine": name[:3]}) for name in ("old-1", "new-1"))
+    guests.add(b"a", old)
+    refused = guests.refusal(new, None)
+    assert refused is not None and refused.code == "domain"
+    assert (
+        refused.reason == "domain module mine has digest new at new-1, old at old-1: install the same version on both"
+    )
+    assert guests.refusal(schema.Hello("actor", "old-1", "t", domains={"mine": "new"}), None) is None  # restarted
+    guests.remove(b"a")
+    assert guests.refusal(new, None) is None
