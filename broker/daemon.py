@@ -37,6 +37,7 @@ SILENCE_S = 10.0
 CLOSE_S = 30.0
 ADDRESS_FILE = "broker.addr"
 FOLLOW_WEIGHTS: tuple[Role, ...] = ("actor", "eval", "learner", "broker")  # who hears of new versions; "broker": relays
+SILENT_LEARNER_S = 3.0  # heartbeats come every second: one not heard for so long gives its place to a learner that asks
 EXIT_ERRORS: dict[int, type[TemperError]] = {1: TemperError, 2: RunFailed, 3: PeerLost}
 
 
@@ -194,10 +195,18 @@ class Broker(Daemon):
     # ------------------------------------------------------------ peers
 
     def _welcome(self, peer: PeerId, hello: Hello) -> Welcome | Refused:
-        refusal = self.guests.refusal(hello, self.core.learner)
+        learner = self.core.learner
+        silent = self.guests.id(learner) if hello.role == "learner" and learner is not None else None
+        if silent is not None and self.control.router.heard(silent) < SILENT_LEARNER_S:
+            silent = None
+        refusal = self.guests.refusal(hello, learner if silent is None else None)
         if refusal is not None:
             log(f"{hello.role} {hello.name} is refused: {refusal.reason}")
             return refusal
+        if silent is not None:
+            self.control.router.refuse(
+                silent, "silent", f"not heard for {SILENT_LEARNER_S:.0f} s when a new learner came"
+            )
         self._joins.append((peer, hello))
         asyncio.get_running_loop().call_soon(self._admit)
         return Welcome(self.guests.run_id, self.recipe_json, self.core.lineage or 0, HEARTBEAT_S)
