@@ -1,6 +1,6 @@
 """A real model on real tasks: what SmolLM2-135M learns from the shipped recipe, and its speed and memory beside TRL.
 
-``bin/bench smollm2 [--seeds 2] [--steps 60] [--peer-steps 6]``. Accuracy comes from whole `temper run smollm2` runs, each with a
+``bin/bench smollm2 [--seeds 2] [--steps 60] [--peer-steps 3]``. Accuracy comes from whole `temper run smollm2` runs, each with a
 seed of its own; so do step times (after the first evaluation is over) and every daemon's peak memory. TRL's GRPO trainer
 then gets the prompts of the same schedule with the same sizes, stop token and learning rate, and both cores. Its rewards cost it
 nothing (a comparison of two strings), while Temper's programs are executed in nsjail. About 25 minutes on two quiet cores.
@@ -111,13 +111,13 @@ def learn(seed: int, folder: Path, overrides: list[str]) -> tuple[dict[str, Any]
     return row, domains, curve
 
 
-def peer(folder: Path, run_dir: Path, steps: int) -> dict[str, Any]:
-    """TRL on the model of `run_dir` and the prompts of the same schedule."""
+def peer(folder: Path, steps: int) -> dict[str, Any]:
+    """TRL on the same model and the prompts of the same schedule."""
     from temper.learner import smollm2
 
     recipe = recipes.load("smollm2")
-    bundle = run_dir / "bundle"
-    text = Text({path.name: path.read_bytes() for path in bundle.iterdir() if path.is_file()})
+    model = smollm2.convert(Path(os.environ.get("TEMPER_CACHE", Path.home() / ".cache" / "temper")))
+    text = Text({path.name: path.read_bytes() for path in model.iterdir() if path.suffix in (".json", ".jinja")})
     shares = {domain.name: (0, domain.share) for domain in recipe.domains if domain.train and domain.share > 0}
     made: dict[str, Domain] = {
         domain.name: importlib.import_module(domain.module).make(domain.options)
@@ -132,7 +132,7 @@ def peer(folder: Path, run_dir: Path, steps: int) -> dict[str, Any]:
         task = domain.tasks("train", lease.level, lease.task_seed)
         tasks.append((task.prompt if isinstance(task.prompt, str) else text.render(task.prompt), domain, task))
     job = {
-        "model": str(smollm2.convert(Path(os.environ.get("TEMPER_CACHE", Path.home() / ".cache" / "temper")))),
+        "model": str(model),
         "threads": os.cpu_count(),
         "bf16": True,
         "groups": recipe.pacing.groups_per_step,
@@ -161,20 +161,21 @@ def main(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--seeds", type=int, default=2, help="whole runs, each with a seed of its own")
     parser.add_argument("--steps", type=int, default=60, help="RL steps of each run")
     parser.add_argument("--tasks", type=int, default=100, help="held-out tasks a domain, two samples each")
-    parser.add_argument("--peer-steps", type=int, default=6, help="steps of TRL")
+    parser.add_argument("--peer-steps", type=int, default=3, help="steps of TRL")
     arguments = parser.parse_args(argv)
     recipe = recipes.load("smollm2")
     overrides = [f"--run.max_steps={arguments.steps}", f"--eval.tasks_per_domain={arguments.tasks}"]
     runs, domains, curves = [], [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        other = peer(folder, arguments.peer_steps)
+        print(f"TRL: {other}", file=sys.stderr)
         for seed in range(arguments.seeds):
             row, of_domains, curve = learn(seed, folder, overrides)
             runs.append(row)
             domains += of_domains
             curves.append(curve)
             print(f"seed {seed}: {row['mix_before']} -> {row['mix_after']}, {row['step_s']} s a step", file=sys.stderr)
-        other = peer(folder, folder / "seed-0", arguments.peer_steps)
     samples = recipe.pacing.groups_per_step * recipe.pacing.samples_per_group
     peer_row = {
         "what": f"TRL GRPOTrainer, bf16, all cores, micro-batches of {MICRO_BATCH}, rewards for nothing",
