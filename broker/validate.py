@@ -55,10 +55,13 @@ def check(body: Samples, frames: Sequence[Any]) -> None:
         _meta(meta, starts[i + 1] - starts[i])
 
 
+METRICS_OF: dict[Role, str] = {"eval": "actor", "broker": "relay"}  # a broker that is a peer is a relay
+
+
 def check_metrics(body: Metrics, role: Role) -> None:
     """Raise ProtocolError unless these are finite values of declared metrics of that role's daemon: the learner adds them
     up, and no peer speaks for another."""
-    own = "actor/" if role == "eval" else f"{role}/"
+    own = METRICS_OF.get(role, role) + "/"
     for kind, values in (("counter", body.counters), ("gauge", body.gauges)):
         for name, value in values.items():
             if not name.startswith(own) or kind_of(name) != kind:

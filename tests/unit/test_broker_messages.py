@@ -330,9 +330,12 @@ def test_metrics_that_nobody_can_add_up_are_an_offence(
         check_metrics(schema.Metrics("x", counters, gauges), role)
 
 
-@pytest.mark.parametrize("role", ["actor", "eval", "sandbox", "learner"])
-def test_every_metric_of_a_daemon_is_taken(role: Any) -> None:
-    for message in metrics_of("x", Meter("actor" if role == "eval" else role)):
+@pytest.mark.parametrize(
+    ("role", "metrics"),
+    [("actor", "actor"), ("eval", "actor"), ("sandbox", "sandbox"), ("learner", "learner"), ("broker", "relay")],
+)
+def test_every_metric_of_a_daemon_is_taken(role: Any, metrics: str) -> None:
+    for message in metrics_of("x", Meter(metrics)):
         check_metrics(message, role)
     check_metrics(schema.Metrics("x", {"actor/weights/reseeds_by_reason_count/gap": 1.0}, {}), "actor")
 
