@@ -118,12 +118,14 @@ def test_numbers_that_are_none_hurt_neither_the_broker_nor_its_status(tmp_path: 
 
     async def scene() -> None:
         async with stage(tmp_path) as s:
-            learner = await s.learner()
+            await s.learner()
             actor = await s.guest("actor", "actor-1", 1)
-            counted = {metrics.ACTOR_TOKENS: nan, metrics.ACTOR_RESEED_REASONS.replace("*", "gap"): float("inf")}
+            for number, values in enumerate((nan, float("inf"))):
+                broken = await s.guest("actor", f"broken-{number}", 1)
+                counted = {metrics.ACTOR_TOKENS: values, metrics.ACTOR_RESEED_REASONS.replace("*", "gap"): values}
+                broken.peer.post(schema.Metrics("broken", counted, {metrics.ACTOR_PAUSE: values}))
+                assert "expected a finite number" in await asyncio.wait_for(broken.peer.lost, 20)
             actor.peer.post(schema.Heartbeat("READY", "x", nan))
-            actor.peer.post(schema.Metrics("actor-1", counted, {metrics.ACTOR_PAUSE: nan}))
-            learner.peer.post(schema.Metrics("learner", {}, {metrics.LEARNER_LAG_SHARE.replace("*", "00"): nan}))
             actor.peer.post(schema.Metrics("actor-1", {metrics.ACTOR_TOKENS: 5.0}, {metrics.ACTOR_PAUSE: 0.25}))
             await actor.peer.send(schema.Touch(99, 1))
             await actor.peer.flush(10)
