@@ -168,14 +168,13 @@ def main(argv: list[str]) -> dict[str, Any]:
     runs, domains, curves = [], [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        other = peer(folder, arguments.peer_steps)
-        print(f"TRL: {other}", file=sys.stderr)
         for seed in range(arguments.seeds):
             row, of_domains, curve = learn(seed, folder, overrides)
             runs.append(row)
             domains += of_domains
             curves.append(curve)
             print(f"seed {seed}: {row['mix_before']} -> {row['mix_after']}, {row['step_s']} s a step", file=sys.stderr)
+        other = peer(folder, arguments.peer_steps)
     samples = recipe.pacing.groups_per_step * recipe.pacing.samples_per_group
     peer_row = {
         "what": f"TRL GRPOTrainer, bf16, all cores, micro-batches of {MICRO_BATCH}, rewards for nothing",
