@@ -106,8 +106,10 @@ def make(folder: Path, flavour: Flavour, version: str) -> None:
         run(f"installing SGLang {version} and what it pins (some 15 GB)", [*pip, f"sglang=={version}"], log)
     else:
         install_cpu(pip, python, log)
-    if not works(python, "import sglang, torch, transformers"):
-        raise EnvironmentFault(f"{folder}: what was installed does not import; remove the folder and install again")
+    if error := failure(python, "import sglang, torch, transformers", cpu=flavour == "cpu"):
+        raise EnvironmentFault(
+            f"{folder}: what was installed does not import ({error}); remove the folder and install again"
+        )
     (folder / MARK).write_bytes(msgspec.json.encode(Installed(version, flavour)))
 
 
@@ -129,10 +131,22 @@ def install_cpu(pip: Sequence[str], python: Path, log: Path) -> None:
 
 def works(python: Path, code: str) -> bool:
     """Whether that interpreter runs `code`."""
+    return not failure(python, code)
+
+
+def failure(python: Path, code: str, *, cpu: bool = False) -> str:
+    """Why that interpreter can't run `code`, its last line; empty if it can. `cpu`: with what the server gets on a CPU."""
+    from temper.actor.engines.sglang_process import CPU_SHIMS
+
     if not python.exists():
-        return False
+        return f"{python} does not exist"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    if cpu:
+        environment["PYTHONPATH"] = str(CPU_SHIMS)
     command = [str(python), "-P", "-c", code]
-    return subprocess.run(command, capture_output=True, check=False, cwd=python.parent).returncode == 0
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=python.parent, env=environment)
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1] if done.returncode else ""
 
 
 def attempt(what: str, command: Sequence[str], log: Path) -> bool:
