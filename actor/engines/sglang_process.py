@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import secrets
 import shutil
@@ -29,6 +30,7 @@ CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-overlap-schedule", "--max-total-tokens", "65536"),
 )
+RESERVED_TOKENS = 8  # SGLang refuses prompts of more than its context less 6 tokens
 TAIL_LINES = 20
 TAIL_BYTES = 64 << 10
 STOP_S = 5.0
@@ -49,7 +51,7 @@ class ServerProcess:
         self._model = self._folder / "model"
         self._model.mkdir()
         for name, data in files.items():
-            (self._model / name).write_bytes(data)
+            (self._model / name).write_bytes(longer(data, self.context_tokens) if name == "config.json" else data)
         folder = Path(host.log_dir or os.environ.get("TEMPER_LOG_DIR") or self._folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / (f"sglang-{os.getpid()}-{number}.log" if number else f"sglang-{os.getpid()}.log")
@@ -58,6 +60,11 @@ class ServerProcess:
         self._secret.write_text(f"admin-api-key: {self.admin_key}\n", encoding="ascii")
         self._process: asyncio.subprocess.Process | None = None
         self._starting: asyncio.Future[asyncio.subprocess.Process] | None = None
+
+    @property
+    def context_tokens(self) -> int:
+        """What the server is told: it keeps some tokens of its context to itself."""
+        return self.shape.max_length_tokens + RESERVED_TOKENS
 
     @property
     def url(self) -> str:
@@ -115,7 +122,7 @@ class ServerProcess:
             *("--host", h.bind, "--port", str(self.port), "--config", str(self._secret)),
             *("--load-format", "dummy", "--dtype", s.dtype, "--skip-tokenizer-init", "--skip-server-warmup"),
             # one more than rows: the probe after a commit finds a place beside a full batch
-            *("--max-running-requests", str(s.max_rows + 1), "--context-length", str(s.max_length_tokens)),
+            *("--max-running-requests", str(s.max_rows + 1), "--context-length", str(self.context_tokens)),
             *(("--enable-return-routed-experts",) if s.routed_experts else ()),
             *(part for flag, size in parallel if size > 1 for part in (flag, str(size))),
             *(CPU_FLAGS if h.cpu else ()),
@@ -188,6 +195,14 @@ class RunningServer:
 
     async def stop(self) -> None:
         """It is not ours."""
+
+
+def longer(config: bytes, tokens: int) -> bytes:
+    """A model's config.json with positions for `tokens` at least: what is only reserved is never computed."""
+    found = json.loads(config)
+    if isinstance(found, dict) and isinstance(limit := found.get("max_position_embeddings"), int) and limit < tokens:
+        return json.dumps(found | {"max_position_embeddings": tokens}).encode()
+    return config
 
 
 def free_port() -> int:
