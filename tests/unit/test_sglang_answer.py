@@ -148,7 +148,7 @@ def test_the_command_line_comes_from_host_and_recipe() -> None:
         "0.5",
     ]
     pairs = set(itertools.pairwise(command))
-    assert {("--host", "127.0.0.1"), ("--dtype", "bfloat16"), ("--context-length", "512")} <= pairs
+    assert {("--host", "127.0.0.1"), ("--dtype", "bfloat16"), ("--context-length", "520")} <= pairs
     assert ("--max-running-requests", "33") in pairs and ("--load-format", "dummy") in pairs
     assert {("--tp-size", "2"), ("--ep-size", "2")} <= pairs and "--dp-size" not in command
     assert "--enable-return-routed-experts" in command and process.admin_key not in " ".join(command)
