@@ -20,6 +20,7 @@ import torch
 from temper.actor.engines.base import Cancel, Counts, EngineCaps, GenerateRequest, Generation, OnSwap, check_request
 from temper.actor.engines.decoder import Decoder, Finished
 from temper.actor.engines.overwrite import bits
+from temper.actor.engines.prefixes import KEPT
 from temper.actor.engines.shape import ModelShape, from_config
 from temper.common.errors import ConfigError, EngineError
 from temper.common.log import log
@@ -256,8 +257,9 @@ class EmbeddedEngine:
 
 
 def check_memory(shape: ModelShape, max_rows: int, max_length_tokens: int) -> None:
-    """ConfigError if the cache of keys and values (f32) would not fit into this host's memory."""
-    values = 2 * shape.layers * shape.kv_heads * shape.head_dim * max_rows * max_length_tokens
+    """ConfigError if the caches of keys and values (f32), of rows and of the prefixes that they share, would not fit into
+    this host's memory when all of them have been written."""
+    values = 2 * shape.layers * shape.kv_heads * shape.head_dim * (2 * max_rows + KEPT) * max_length_tokens
     total = psutil.virtual_memory().total
     if 4 * values > MEMORY_SHARE * total:
         raise ConfigError(
