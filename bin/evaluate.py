@@ -8,7 +8,6 @@ evaluated sampled and greedily. Everything lies in a temporary folder; of one th
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -24,11 +23,11 @@ import msgspec
 from rich.console import Console
 from temper.cli import preflight, rundir
 from temper.cli.measured import INTERVALS, DomainMeasure, greedy_names, mean_of, measure, plain, table
-from temper.cli.policy import INTERRUPTED_CODE, Ending, Policy
+from temper.cli.policy import INTERRUPTED_CODE, Ending
 from temper.cli.processes import commands
 from temper.cli.progress import display
-from temper.cli.run import DRAIN_MARGIN_S, explain
-from temper.cli.supervisor import Supervisor
+from temper.cli.run import explain
+from temper.cli.supervisor import supervise
 from temper.cli.targets import BUNDLE, Target, resolve
 from temper.cli.view import Picture, duration
 from temper.common import recipe as recipes
@@ -206,17 +205,8 @@ def execute(planned: Plan, run_dir: Path) -> tuple[Evaluated | None, Ending]:
             shown = display(planned.tasks)
             every = commands(recipe, run_dir, address, resume=False, host_file=planned.host_file)
             specs = [spec for spec in every if spec.role != "actor"]
-            policy = Policy([(spec.name, spec.role) for spec in specs], recipe.run.drain_timeout_s + DRAIN_MARGIN_S)
             picture = Picture("evaluate", 0, str(run_dir))
-            threads = recipe.daemons.threads_per_process
-            supervisor = Supervisor(specs, policy, picture, shown, run_dir=run_dir, address=address, threads=threads)
-            try:
-                ending = asyncio.run(supervisor.run())
-            finally:
-                shown.close()
-            if ending.blamed:
-                last = supervisor.tail(ending.blamed)[-1:] or ["its log is empty"]
-                ending = replace(ending, reason=f"{ending.reason}: {last[0].strip()}")
+            ending, supervisor = supervise(specs, recipe, picture, shown, run_dir=run_dir, address=address)
             explain(ending, supervisor, run_dir, command="evaluate")
     path = run_dir / EVALUATIONS_FILE
     lines = path.read_bytes().splitlines() if path.exists() else []

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -17,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from temper.cli import preflight, rundir, view
-from temper.cli.policy import Ending, Policy
+from temper.cli.policy import Ending
 from temper.cli.processes import commands
-from temper.cli.supervisor import Supervisor, display
+from temper.cli.supervisor import Supervisor, display, supervise
 from temper.common import recipe as recipes
 from temper.common.config import Recipe
 from temper.common.errors import ConfigError
@@ -34,8 +33,6 @@ from temper.common.reports import (
     write_atomically,
     write_summary,
 )
-
-DRAIN_MARGIN_S = 5.0  # beyond run.drain_timeout_s, which the daemons keep themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +99,7 @@ def execute(planned: Plan) -> Summary:
             started = time.monotonic()
             picture = view.Picture(recipe.run.name, recipe.run.max_steps, str(run_dir))
             specs = commands(recipe, run_dir, address, resume=planned.resume, host_file=planned.host_file)
-            policy = Policy([(spec.name, spec.role) for spec in specs], recipe.run.drain_timeout_s + DRAIN_MARGIN_S)
-            threads = recipe.daemons.threads_per_process
-            supervisor = Supervisor(specs, policy, picture, shown, run_dir=run_dir, address=address, threads=threads)
-            try:
-                ending = asyncio.run(supervisor.run())
-            finally:
-                shown.close()
-            if ending.blamed:
-                last = supervisor.tail(ending.blamed)[-1:] or ["its log is empty"]
-                ending = replace(ending, reason=f"{ending.reason}: {last[0].strip()}")
+            ending, supervisor = supervise(specs, recipe, picture, shown, run_dir=run_dir, address=address)
             explain(ending, supervisor, run_dir)
             summary = complete(planned, picture, ending, time.monotonic() - started, earlier)
             summary = msgspec.structs.replace(summary, peak_bytes=dict(supervisor.peak_bytes))

@@ -24,6 +24,7 @@ from temper.cli import view
 from temper.cli.client import StatusClient
 from temper.cli.policy import Action, Ending, Kill, Policy, Say, Start, Terminate
 from temper.cli.processes import Process, ProcessSpec
+from temper.common.config import Recipe
 from temper.common.errors import TemperError
 from temper.common.log import clean
 from temper.common.reports import ProgressReader
@@ -32,6 +33,7 @@ TICK_S = 0.2
 STATUS_S = 1.0
 LINE_S = 5.0
 REDRAW_S = 0.5
+DRAIN_MARGIN_S = 5.0  # beyond run.drain_timeout_s, which the daemons keep themselves
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -256,3 +258,26 @@ class Supervisor:
                 await asyncio.sleep(STATUS_S)
             finally:
                 await client.close(goodbye=self.policy.mode == "running" and not self.picture.stale)
+
+
+def supervise(
+    specs: Sequence[ProcessSpec],
+    recipe: Recipe,
+    picture: view.Picture,
+    shown: Display,
+    *,
+    run_dir: Path,
+    address: str,
+) -> tuple[Ending, Supervisor]:
+    """Run `specs` to their end, with the recipe's limits. The ending names the last words of the process to blame."""
+    policy = Policy([(spec.name, spec.role) for spec in specs], recipe.run.drain_timeout_s + DRAIN_MARGIN_S)
+    threads = recipe.daemons.threads_per_process
+    supervisor = Supervisor(specs, policy, picture, shown, run_dir=run_dir, address=address, threads=threads)
+    try:
+        ending = asyncio.run(supervisor.run())
+    finally:
+        shown.close()
+    if ending.blamed:
+        last = supervisor.tail(ending.blamed)[-1:] or ["its log is empty"]
+        ending = replace(ending, reason=f"{ending.reason}: {last[0].strip()}")
+    return ending, supervisor
