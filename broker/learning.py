@@ -141,7 +141,7 @@ class Learning:
         for group in list(run.groups.groups.values()):
             if group.lane == "eval" and group.state in ("reported", "void") and group.group_id not in run.reports:
                 pinned = run.leases.leases[group.group_id].pinned_version
-                if pinned is not None and pinned < body.version:
+                if pinned is not None and pinned < body.examined:
                     final.append(group)
         for group in final:
             self.fates.forget(group)

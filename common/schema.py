@@ -481,12 +481,14 @@ class Void(Body, frozen=True):
 
 
 class Covered(Body, frozen=True):
-    """learner -> B: a checkpoint of version `version` is complete; `oldest` is the oldest one retained."""
+    """learner -> B: a checkpoint of version `version` is complete; `oldest` is the oldest one retained. Every evaluation of a
+    version below `examined` is over: its groups are not needed any more."""
 
     KIND: ClassVar[int] = 54
     version: int
     oldest: int
     path: str
+    examined: int
 
 
 class Evaluate(Body, frozen=True):

@@ -65,6 +65,10 @@ class Examiner:
         """Ids of the groups that are here."""
         return [group_id for evaluation in self.pending for taken in evaluation.groups.values() for group_id in taken]
 
+    def examined(self) -> int:
+        """Every evaluation of a version below this one is over."""
+        return min((evaluation.version for evaluation in self.pending), default=self.session.ordinal)
+
     def left_s(self) -> float:
         """Seconds until the last deadline of those under way."""
         return max(evaluation.deadline_at for evaluation in self.pending) - time.monotonic()

@@ -202,7 +202,7 @@ class Loop:
         path, oldest = await self.daemon.off_loop(write)
         self.daemon.checkpoint_path = str(path)
         self.daemon.meter.set(names.LEARNER_CHECKPOINT_TIME, time.perf_counter() - begun)
-        self.daemon.peer.post(Covered(session.ordinal, oldest, str(path)))
+        self.daemon.peer.post(Covered(session.ordinal, oldest, str(path), self.daemon.examiner.examined()))
 
     async def _conclude(self) -> None:
         """After the last step: last version out, its evaluation, checkpoint."""

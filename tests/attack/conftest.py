@@ -99,7 +99,15 @@ class Batch:
                 attack.language,
                 {LANGUAGES[attack.language].entry: attack.source.replace("@CANARY@", str(canary)).encode()},
                 list(attack.tests),
-                Limits(**{"wall_s": 3.0, "cpu_s": 0.4, "memory_bytes": 128 << 20, "pids": 24, **attack.limits}),
+                Limits(
+                    **{
+                        "wall_s": 3.0,
+                        "cpu_s": 0.4 if attack.outcome == "timeout" else 2.0,
+                        "memory_bytes": 128 << 20,
+                        "pids": 24,
+                        **attack.limits,
+                    }
+                ),
                 mode=mode,
             )
             for name, attack in attacks.items()

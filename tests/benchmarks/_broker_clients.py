@@ -211,7 +211,7 @@ def learner(folder: str, samples: int, report: Any) -> None:
             version, batch = version + 1, []
             line.send(Demand.KIND, pack_meta(Demand("train", GROUPS_PER_STEP)))
             if version % STEPS_PER_CHECKPOINT == 0:
-                line.send(Covered.KIND, pack_meta(Covered(version, version, "")))
+                line.send(Covered.KIND, pack_meta(Covered(version, version, "", version)))
 
 
 def stopped(folder: str) -> None:

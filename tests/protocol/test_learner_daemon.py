@@ -75,7 +75,9 @@ def test_a_run_from_warm_start_to_summary(tmp_path):
     ]
     stored = [version.ordinal for version in broker.stored]
     assert stored == sorted(stored) and {0, 2, 5, 6} <= set(stored)  # those that an evaluation asks for are there
-    assert [(body.version, body.oldest) for body in broker.of(Covered)] == [(4, 4), (6, 4)]
+    covered = broker.of(Covered)
+    assert [(body.version, body.oldest) for body in covered] == [(4, 4), (6, 4)]
+    assert all(body.examined <= body.version for body in covered)
     assert broker.of(RunOver) == [RunOver("finished", 0)]
 
     summary = read_summary(tmp_path / "run")

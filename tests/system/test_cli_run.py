@@ -87,6 +87,13 @@ def steps_in(run: Path) -> int:
     return path.read_text().count('"kind":"step"') if path.exists() else 0
 
 
+def roles_in(folder: Path) -> set[str]:
+    """Who is connected, as `temper status` tells; nobody while there is no broker."""
+    command = [*TEMPER, "status", "--run", "run", "--once", "--json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return set() if done.returncode else {peer["role"] for peer in json.loads(done.stdout)["peers"]}
+
+
 def child(process: subprocess.Popen[str], name: str) -> psutil.Process:
     """The newest process of that name under the supervisor."""
     found = [
@@ -125,21 +132,11 @@ def test_a_run_ends_cleanly_and_leaves_what_it_should(
 ) -> None:
     process = start("tiny.toml", "--run", "run", "--json")
     run = folder / "run"
+    until(lambda: {"learner", "actor", "eval"} <= roles_in(folder), process, "every daemon in the status")
     until(lambda: steps_in(run), process, "a step")
     children = psutil.Process(process.pid).children()
-    status = subprocess.run(
-        [*TEMPER, "status", "--run", "run", "--once", "--json"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
     code, out, shown = finish(process, folder)
     assert code == 0, shown
-    if status.returncode == 0:  # else the run was over already
-        roles = {peer["role"] for peer in json.loads(status.stdout)["peers"]}
-        assert {"learner", "actor", "eval"} <= roles
     summary = json.loads(out)
     assert (summary["exit_code"], summary["steps"]) == (0, 4)
     assert set(summary["domains"]) == {"reverse"}

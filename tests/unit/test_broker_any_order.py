@@ -43,7 +43,7 @@ learner_bodies = st.one_of(
     st.builds(schema.Demand, lane, st.integers(-2, 4)),
     st.builds(schema.Done, number, st.lists(lease_id, max_size=4), voids, st.booleans()),
     st.builds(schema.Void, voids),
-    st.builds(schema.Covered, number, number, st.just("")),
+    st.builds(schema.Covered, number, number, st.just(""), number),
     st.builds(
         schema.Evaluate,
         number,

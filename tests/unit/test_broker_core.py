@@ -216,6 +216,20 @@ def test_an_evaluator_holds_one_version_at_a_time() -> None:
     assert [lease.task_seed for lease in second] == [lease.task_seed for lease in first]
 
 
+def test_a_checkpoint_forgets_no_evaluation_under_way() -> None:
+    """Its groups may still be on their way to the learner when the checkpoint of a later version is complete."""
+    desk = Desk()
+    desk.ready()
+    desk.actor("judge", 8, "eval")
+    early, late = leases(desk.say(schema.Evaluate(0, [("a", 0, 2)], 1)))
+    assert delivered(desk.samples(early, (1.0,), "judge")) == [early.lease_id]
+    assert desk.say(schema.Covered(3, 0, "", 0)) == []
+    assert early.lease_id in desk.core.leases.leases
+    assert delivered(desk.samples(late, (1.0,), "judge")) == [late.lease_id]
+    assert desk.say(schema.Covered(4, 0, "", 4)) == [ev.Release((early.lease_id, late.lease_id))]
+    assert early.lease_id not in desk.core.leases.leases
+
+
 def test_a_new_learner_takes_back_attempts_and_queues_provisional_groups_in_the_old_order() -> None:
     desk = Desk(max_staleness=2, batch_order="completion")
     desk.actor(slots=20)
@@ -226,7 +240,7 @@ def test_a_new_learner_takes_back_attempts_and_queues_provisional_groups_in_the_
         desk.samples(out[position])
     desk.say(schema.Demand("train", 3))  # 3, 0, 4 are leased, 1 is queued
     desk.say(schema.Done(0, [3, 0], {}, True))
-    desk.say(schema.Covered(1, 1, ""))
+    desk.say(schema.Covered(1, 1, "", 1))
     refused = desk.tell(ev.Left("learner", "crash"))
     assert delivered(refused) == []
     desk.tell(ev.Joined("heir", "learner", "heir"))
@@ -250,7 +264,7 @@ def test_groups_trained_after_the_checkpoint_are_queued_again() -> None:
         metas = tuple(schema.SampleMeta(i, "stop", float(i), bool(i), {}, "ok", []) for i in range(2))
         desk.tell(ev.SamplesArrived("actor", record.lease_id, record.attempt, metas, 1))
         desk.say(schema.Done(version, [record.lease_id], {}, True))
-    desk.say(schema.Covered(1, 0, ""))
+    desk.say(schema.Covered(1, 0, "", 1))
     desk.ready(lineage=2, resumed=1, version=1)
     assert leases(desk.phase(groups=1)) == []  # two groups wait, nothing new is begun
     assert delivered(desk.say(schema.Demand("train", 2))) == [1, 2]

@@ -112,7 +112,7 @@ def test_a_thousand_steps_of_a_mebibyte_leave_nothing_behind(tmp_path: Path) -> 
         assert sum(len(frame) for frame in frames) > 0.9 * MIB
         desk.say(LEARNER, schema.Done(version, [group.group_id], {}, True))
         if version % 10 == 9:
-            desk.say(LEARNER, schema.Covered(version + 1, version + 1, ""))
+            desk.say(LEARNER, schema.Covered(version + 1, version + 1, "", version + 1))
             desk.desk.settle(force=True)
         if version == 100:
             before = rss()

@@ -270,7 +270,7 @@ class Sim:
         self.later(self.world.publish_s, lambda: setattr(self, "published", max(self.published, version)))
         if self.steps % 2 == 0:
             self.checkpoint = self.version
-            self.tell(ev.Received(peer, schema.Covered(self.version, self.version, "")))
+            self.tell(ev.Received(peer, schema.Covered(self.version, self.version, "", self.version)))
         if self.steps == self.world.max_steps:
             self.over()
         else:
