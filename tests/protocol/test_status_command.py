@@ -43,7 +43,8 @@ class Terminal:
         self._changed.set()
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
-        environment = {**os.environ, "TERM": "xterm-256color"}
+        environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+        environment["TERM"] = "xterm-256color"
         return await asyncio.create_subprocess_exec(
             *STATUS, *arguments, stdin=self.side, stdout=self.side, stderr=self.side, env=environment
         )
