@@ -112,7 +112,7 @@ class Attempts:
             if record.touched:
                 actions += self.fates.lost(record, reason, "expired")
             else:
-                record.error = reason
+                record.error = self.run.trouble = reason
                 self.run.leases.take_back(record, "expired")
             actions += [
                 RefuseAttempt(peer, record.lease_id, attempt, reason),

@@ -285,6 +285,8 @@ class ControlDesk:
                 self._jobs.pop(job_id, None)
             case ev.Fail(reason, exit_code):
                 self._fail(reason, exit_code)
+            case ev.Inform(learner, reason):
+                self._send(learner, schema.Trouble(reason[:1000]))
             case ev.Finish():
                 self._finish(action)
             case ev.Note(text):

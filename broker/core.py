@@ -21,6 +21,7 @@ from temper.broker.events import (
     Availability,
     Closing,
     Event,
+    Inform,
     Joined,
     Left,
     PeerKey,
@@ -63,6 +64,7 @@ class BrokerCore(RunState):
         self._attempts = Attempts(self, self._fates)
         self._learning = learning = Learning(self, self._fates, self._issuing)
         self._arrivals = 0
+        self._informed: tuple[PeerKey | None, str] = (None, "")
         self._handlers: dict[type[schema.Body], tuple[str, Handler]] = {
             schema.Touch: ("actor", self._attempts.touch),
             schema.Return: ("actor", self._attempts.returned),
@@ -111,7 +113,15 @@ class BrokerCore(RunState):
                 self.closing = True
                 return []
             case Tick():
-                return self._attempts.expire(now)
+                return [*self._attempts.expire(now), *self._inform()]
+
+    def _inform(self) -> list[Action]:
+        """What went wrong since the learner was last told, if anything did."""
+        told = (self.learner, self.trouble)
+        if self.learner is None or not self.trouble or told == self._informed:
+            return []
+        self._informed = told
+        return [Inform(self.learner, self.trouble)]
 
     # ------------------------------------------------------------ what has to be written down
 
@@ -158,6 +168,8 @@ class BrokerCore(RunState):
             return []
         if peer == self.learner:
             self.learner = None
+        elif record.role in ("actor", "eval"):
+            self.trouble = f"{record.name} left: {reason}"
         actions = [*self.jobs.worker_left(peer, reason, clean), *self.jobs.requester_left(peer)]
         for lease_id in sorted(self.leases.held.get(peer, ())):
             lease = self.leases.leases[lease_id]

@@ -209,6 +209,14 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class Inform:
+    """Tell the learner what went wrong with those who sample (Trouble)."""
+
+    learner: PeerKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The run is over: drain everybody, then exit with this code."""
 
@@ -244,6 +252,7 @@ Action = (
     | FailJob
     | DropJob
     | Fail
+    | Inform
     | Finish
     | Release
     | Note

@@ -48,14 +48,14 @@ class Fates:
         """An attempt ended because the task or its domain failed."""
         self.run.leases.take_back(record, "returned")
         record.task_failures += 1
-        record.error = error
+        record.error = self.run.trouble = error
         return self._quarantine(record) if record.task_failures >= self.run.pacing.task_attempts else []
 
     def lost(self, record: LeaseRecord, error: str, how: Literal["returned", "expired"] = "returned") -> list[Action]:
         """An attempt died of infrastructure, which has a budget of its own; when it is spent, samples are given up."""
         self.run.leases.take_back(record, how)
         record.infra_failures += 1
-        record.error = error
+        record.error = self.run.trouble = error
         if record.infra_failures < self.run.pacing.infra_attempts:
             return []
         record.filled = tuple(record.missing)

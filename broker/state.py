@@ -63,6 +63,7 @@ class RunState:
         self.quarantine_row: Counter[str] = Counter()
         self.paused: dict[str, str] = {}  # domain -> why
         self.letters: deque[dict[str, Any]] = deque(maxlen=200)  # dead letters: what was given up, and why
+        self.trouble = ""  # what last went wrong with an actor or evaluator
         self.oldest_checkpoint: int | None = None
         self.failed: Fail | None = None
         self.over: Finish | None = None

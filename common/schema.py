@@ -522,6 +522,13 @@ class RunFailed(Body, frozen=True):
     exit_code: int
 
 
+class Trouble(Body, frozen=True):
+    """B -> learner: what last went wrong with an actor or evaluator; said again only when it has changed."""
+
+    KIND: ClassVar[int] = 58
+    reason: str
+
+
 # ---------------------------------------------------------------- bundle and weights (bulk socket)
 
 

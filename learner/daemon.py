@@ -29,6 +29,7 @@ from temper.common.schema import (
     Metrics,
     NewVersion,
     RunOver,
+    Trouble,
     Welcome,
 )
 from temper.common.schema import RunFailed as RunFailedMessage
@@ -84,6 +85,7 @@ class LearnerDaemon(PeerDaemon):
         peer.on(Group, self._on_group)
         peer.on(Metrics, self._on_metrics)
         peer.on(RunFailedMessage, self._on_run_failed)
+        peer.on(Trouble, self._on_trouble)
         peer.on(NewVersion, lambda body, frames: None)  # the publisher's `Stored` says the same
         self._publisher = Publisher(peer, self.lineage)
         self._publisher.on_published = self._on_published
@@ -113,6 +115,9 @@ class LearnerDaemon(PeerDaemon):
             self._session.totals.relayed(body)
         if self._board is not None:
             self._board.ticks(body, time.time())
+
+    def _on_trouble(self, body: Trouble, frames: list[memoryview]) -> None:
+        self.patience.troubled(body)
 
     def _on_run_failed(self, body: RunFailedMessage, frames: list[memoryview]) -> None:
         self.loop.broker_failure = body.reason

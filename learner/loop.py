@@ -162,10 +162,11 @@ class Loop:
             what = f"actors: groups (lane {lane}, {self.daemon.intake.inbox.held(lane)} of {want} there)"
             try:
                 await self._something(what, self.daemon.recipe.run.stall_timeout_s)
-            except PeerLost:
+            except PeerLost as error:
                 starting = self.daemon.patience.starting(time.monotonic())
                 if not starting:
-                    raise
+                    trouble = self.daemon.patience.trouble
+                    raise PeerLost(f"{error}; the last trouble there: {trouble}" if trouble else str(error)) from error
                 log(f"waiting: the engine of {', '.join(starting)} is still starting")
         self._check()
         pacing = self.daemon.recipe.pacing

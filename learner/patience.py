@@ -7,7 +7,7 @@ silence is no stall. Pure; called by `daemon`.
 from __future__ import annotations
 
 from temper.common import metrics
-from temper.common.schema import Metrics
+from temper.common.schema import Metrics, Trouble
 
 FRESH_S = 10.0  # what an actor said counts this long
 LIMIT_S = 1200.0  # an engine that takes longer is not starting any more
@@ -17,6 +17,7 @@ class Patience:
     """What actors last said of their engines."""
 
     def __init__(self) -> None:
+        self.trouble = ""  # what last went wrong with one
         self._said: dict[str, tuple[float, float]] = {}
 
     def heard(self, body: Metrics, now: float) -> None:
@@ -24,6 +25,10 @@ class Patience:
         starting_s = body.gauges.get(metrics.ACTOR_STARTING)
         if starting_s is not None:
             self._said[body.source] = (starting_s, now)
+
+    def troubled(self, body: Trouble) -> None:
+        """Something went wrong with an actor or evaluator."""
+        self.trouble = body.reason
 
     def starting(self, now: float) -> list[str]:
         """Who is starting; nobody means that silence is a stall."""

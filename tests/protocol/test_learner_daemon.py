@@ -9,7 +9,18 @@ from pathlib import Path
 
 from temper.common.config import DomainConfig, Eval, Model, Optimizer, Pacing, Recipe, Run, Sampling, WarmStart
 from temper.common.reports import ProgressReader, read_summary
-from temper.common.schema import Bundle, Covered, Demand, Done, Evaluate, LearnerReady, RunFailed, RunOver, Void
+from temper.common.schema import (
+    Bundle,
+    Covered,
+    Demand,
+    Done,
+    Evaluate,
+    LearnerReady,
+    RunFailed,
+    RunOver,
+    Trouble,
+    Void,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -190,15 +201,19 @@ def test_a_malformed_group_is_replaced_and_silence_ends_the_run(tmp_path):
         broker = StandIn(sockets(tmp_path), recipe, limit=4)
         broker.spoil = lambda group, frames: (group, [memoryview(b""), *frames[1:]] if group.group_id == 1 else frames)
         try:
-            return *await ended(await broker.start(tmp_path / "run")), broker
+            process = await broker.start(tmp_path / "run")
+            async with asyncio.timeout(60):
+                await broker.starved.wait()
+            broker.control.send(broker.learner, Trouble("actor-1 left: silent for 10 s"))
+            return *await ended(process), broker
         finally:
             broker.close()
 
     code, stderr, broker = asyncio.run(run())
     assert code == 3
-    assert stderr.splitlines()[-1].startswith(
-        "temper learner: waited 3 s for actors: groups (lane train, 1 of 2 there)"
-    )
+    last = stderr.splitlines()[-1]
+    assert last.startswith("temper learner: waited 3 s for actors: groups (lane train, 1 of 2 there)")
+    assert last.endswith("; the last trouble there: actor-1 left: silent for 10 s")
     assert broker.of(Void) == [Void({"1": "malformed"})]
     assert [body.trained for body in broker.of(Done)] == [[0, 2]]
 

@@ -116,6 +116,26 @@ def test_a_clean_return_costs_no_attempt_and_goes_out_before_new_leases() -> Non
     assert (again.lease_id, again.attempt, again.task_seed) == (first.lease_id, 2, first.task_seed)
 
 
+def test_the_learner_is_told_what_last_went_wrong_with_an_actor_once() -> None:
+    desk = Desk(task_attempts=3)
+    desk.actor("one", 2)
+    desk.ready()
+    first, _ = leases(desk.phase())
+
+    def told(actions: list) -> list[str]:
+        return [action.reason for action in actions if isinstance(action, ev.Inform)]
+
+    assert told(desk.tell(ev.Tick())) == []
+    desk.say(schema.Return(first.lease_id, 1, "task", "ValueError: bad task"), "one")
+    assert told(desk.tell(ev.Tick())) == ["ValueError: bad task"]
+    assert told(desk.tell(ev.Tick())) == []
+    desk.tell(ev.Left("one", "killed"))
+    assert told(desk.tell(ev.Tick())) == ["one is gone: killed"]
+    desk.tell(ev.Left("learner", "crash"))
+    desk.tell(ev.Joined("heir", "learner", "heir"))
+    assert told(desk.tell(ev.Tick())) == ["one is gone: killed"]
+
+
 def test_waiting_for_weights_has_its_own_deadline_and_is_no_failure() -> None:
     desk = Desk(weights_timeout_s=5.0, lease_timeout_s=50.0, infra_attempts=1, groups_per_step=1)
     desk.actor()
