@@ -38,7 +38,7 @@ class Scrub:
     async def look(self) -> None:
         """Hash the next tensor, in a thread; ask for a full copy if it was wrong before and still is."""
         weights = self._client.weights
-        if weights is None or not weights.digests:
+        if weights is None or not weights.digests or self._client.moving:
             return
         names = sorted(weights.digests)
         name = names[self._at % len(names)]
@@ -46,7 +46,7 @@ class Scrub:
             if bits is None:
                 continue
             digest = await asyncio.to_thread(digest_of, bits)
-            if self._client.weights is not weights:
+            if self._client.weights is not weights or self._client.moving:
                 return  # a commit came between: the same tensor is looked at again
             if digest == weights.digests[name]:
                 continue

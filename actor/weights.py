@@ -92,6 +92,7 @@ class WeightClient:
         self._reply: _Reply | None = None
         self._news = asyncio.Event()
         self._moved = asyncio.Event()
+        self.moving = False  # an update is out: what is resident may be ahead of the committed version
         peer.on(NewVersion, self._on_new_version)
         peer.on(Chain, self._on_chain)
         peer.on(Chunk, self._on_chunk)
@@ -117,7 +118,9 @@ class WeightClient:
         what = "newest version" if want is None else f"version {want}"
         try:
             async with asyncio.timeout(deadline_s), self._lock:
-                return await self._fetch(want, what)
+                update = await self._fetch(want, what)
+                self.moving = True
+                return update
         except TimeoutError:
             ends = self.newest.ordinal if self.newest else "nothing"
             raise WeightsUnavailable(
@@ -133,6 +136,7 @@ class WeightClient:
         If it is not the digest of the version, the engine does not hold what it should: DeltaError("engine"), and the
         next fetch is a snapshot.
         """
+        self.moving = False
         if engine_digest != update.digest:
             self.reseed("engine")
             raise DeltaError(
@@ -147,7 +151,7 @@ class WeightClient:
 
     def reseed(self, reason: str) -> None:
         """Forget the committed version: the next fetch takes a snapshot and its chain. Counted by reason."""
-        self._weights = None
+        self._weights, self.moving = None, False
         self.reseeds[reason] += 1
         log(f"weights: taking a full copy ({reason})")
         if self.newest is not None and self.on_new_version is not None:
@@ -272,8 +276,11 @@ class WeightClient:
 
 
 def _adopted(base: Weights | None, update: StagedUpdate, held: Held) -> Weights | None:
-    """`base` moved to `update.version`, the changed tensors being those that `held` gives; None if it doesn't give one."""
-    whole = base is None or update.base_digest is None
+    """`base` moved to `update.version`, its tensors being those that `held` gives; None if it doesn't give a changed one, or
+    if `base` is not what the update starts from."""
+    whole = update.base_digest is None
+    if not whole and (base is None or base.version.digest not in (update.base_digest, update.digest)):
+        return None
     tensors = {} if whole or base is None else dict(base.tensors)
     digests = {} if whole or base is None else dict(base.digests)
     for patch in update.changed:
@@ -282,4 +289,8 @@ def _adopted(base: Weights | None, update: StagedUpdate, held: Held) -> Weights 
             return None
         tensors[patch.name] = TensorBits(patch.dtype, patch.shape, bits)
         digests[patch.name] = patch.digest
+    for name, tensor in tensors.items():  # copies take turns: unchanged tensors have moved too
+        bits = held(name)
+        if bits is not None and bits is not tensor.bits:
+            tensors[name] = TensorBits(tensor.dtype, tensor.shape, bits)
     return Weights(update.version, tensors, digests)

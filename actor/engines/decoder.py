@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from temper.actor.engines.base import GenerateRequest, Generation, OnSwap
 from temper.actor.engines.caches import Caches
-from temper.actor.engines.llama import Llama, empty_weights
-from temper.actor.engines.overwrite import overwrite
+from temper.actor.engines.copies import Copies
+from temper.actor.engines.llama import Llama, Weights, empty_weights
 from temper.actor.engines.rows import Row, Slots
 from temper.actor.engines.sampler import Sampled, Truncation, sample, sample_truncated
 from temper.actor.engines.shape import ModelShape
-from temper.common.errors import EngineError
 from temper.common.lora import Lora
 from temper.common.schema import Version
 from torch import Tensor
@@ -63,7 +62,7 @@ class Decoder:
         self.shape, self.length, self.max_rows = shape, length, max_rows
         self.on_swap, self.kv_on_swap, self.deterministic = on_swap, kv_on_swap, deterministic
         self.admitting = True  # false: waiting rows stay where they are (a swap waits for the running ones to end)
-        self.weights = empty_weights(shape, dtype, lora)
+        self.copies = Copies(empty_weights(shape, dtype, lora), empty_weights(shape, dtype, lora))
         self.model = Llama(shape, self.weights, length)
         self.slots = Slots(max_rows, length)
         self.caches = Caches(self.model, self.slots, max_rows, deterministic=deterministic)
@@ -74,6 +73,11 @@ class Decoder:
         self.sampled_tokens = 0
         self.version: Version | None = None
         self._versions: list[tuple[int, Version]] = []
+
+    @property
+    def weights(self) -> Weights:
+        """What is served."""
+        return self.copies.served.weights
 
     @property
     def busy(self) -> bool:
@@ -95,17 +99,16 @@ class Decoder:
                     waiting.cancelled = True
 
     def commit(self, update: StagedUpdate) -> str:
-        """Overwrite the changed tensors; running rows go on under the new weights, or with `on_swap` abort wait again with
-        what they have and are prefilled under them. Nothing changes on EngineError."""
-        held = self.version.digest if self.version else None
-        if update.base_digest is not None and held not in (update.base_digest, update.digest):
-            raise EngineError(f"delta based on {update.base_digest}, the engine serves {held}: fetch a full copy")
-        absent = self.weights.named.keys() - {patch.name for patch in update.changed}
-        if update.base_digest is None and absent:
-            raise EngineError(
-                f"full copy without {sorted(absent)[0]} ({len(absent)} tensors absent): wrong model or bundle"
-            )
-        overwrite(self.weights.named, update.changed)
+        """Serve `update`, all at once: what is written beside sampling for a large model is written here."""
+        self.copies.prepare(update)
+        digest = self.swap(update)
+        self.copies.settle(update)
+        return digest
+
+    def swap(self, update: StagedUpdate) -> str:
+        """Serve the copy that `update` was prepared in; running rows go on under the new weights, or with `on_swap` abort
+        wait again with what they have and are prefilled under them."""
+        self.model.weights = self.copies.swap()
         if self.on_swap == "abort":
             self._stop_all()
         self.version = update.version

@@ -1,7 +1,8 @@
 """The embedded torch engine: the decoder in a thread of its own, so that the event loop never waits for a step.
 
 Commands go in through one queue and are applied between two steps; results come out once a step, through one
-`call_soon_threadsafe` per event loop. A failure of the thread fails every request with its cause and is kept in
+`call_soon_threadsafe` per event loop. New weights of a large model are written beside sampling, into the spare copy
+(`copies`), and only exchanged between two steps. A failure of the thread fails every request with its cause and is kept in
 `failure`; nothing waits for a dead engine. Called by the actor's daemon and by the in-process loop.
 """
 
@@ -11,6 +12,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +21,6 @@ import psutil
 import torch
 from temper.actor.engines.base import Cancel, Counts, EngineCaps, GenerateRequest, Generation, OnSwap, check_request
 from temper.actor.engines.decoder import Decoder, Finished
-from temper.actor.engines.overwrite import bits
 from temper.actor.engines.prefixes import KEPT
 from temper.actor.engines.shape import ModelShape, from_config
 from temper.common.errors import ConfigError, EngineError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLOSE_TIMEOUT_S = 10.0
 MEMORY_SHARE = 0.7  # of the host's memory that the cache may take
+INLINE_BYTES = 4 << 20  # smaller models are written between two steps: a thread costs more
 
 
 Waiter = asyncio.Future[Generation]
@@ -86,6 +88,11 @@ class EmbeddedEngine:
         self._draining: list[Callable[[], None]] = []  # commits that wait for the running rows to end
         self._waiting: set[Waiter] = set()
         self._updates: set[asyncio.Future[str]] = set()
+        self._applying = asyncio.Lock()
+        self._beside = self._decoder.copies.served.nbytes >= INLINE_BYTES
+        self._writer = ThreadPoolExecutor(
+            1, "weights"
+        )  # one: a write that nobody waits for any more ends before the next
         self._closing = False
         self._ended = False
         self.counts = Counts()
@@ -94,8 +101,8 @@ class EmbeddedEngine:
         self._thread.start()
 
     def host_copy(self, name: str) -> np.ndarray | None:
-        """None: it keeps what it serves, and no copy."""
-        return None
+        """The flat bits of the spare copy, which is that of the committed version whenever `apply` has returned."""
+        return self._decoder.copies.spare.bits.get(name)
 
     @property
     def trouble(self) -> str:
@@ -112,11 +119,7 @@ class EmbeddedEngine:
 
     def resident(self, name: str) -> np.ndarray | None:
         """The flat bits that are served of a tensor, not copied; None if there is none of that name."""
-        tensor = self._decoder.weights.named.get(name)
-        if tensor is None:
-            return None
-        view: np.ndarray = bits(tensor)
-        return view
+        return self._decoder.copies.served.bits.get(name)
 
     async def generate(self, request: GenerateRequest, cancel: Cancel | None = None) -> Generation:
         """See `base.Engine.generate`. A cancelled caller cancels the row too."""
@@ -144,7 +147,19 @@ class EmbeddedEngine:
 
     async def apply(self, update: StagedUpdate) -> str:
         """See `base.Engine.apply`; takes effect between two steps (with `on_swap` drain: once no row runs; the pause counts
-        from when no new one was begun)."""
+        from when no new one was begun). The pause doesn't hang on the size of the update."""
+        self._alive()
+        decoder, loop = self._decoder, asyncio.get_running_loop()
+        async with self._applying:
+            if not self._beside:
+                return await self._between_steps(lambda: decoder.commit(update))
+            await loop.run_in_executor(self._writer, decoder.copies.prepare, update)
+            digest = await self._between_steps(lambda: decoder.swap(update))
+            await loop.run_in_executor(self._writer, decoder.copies.settle, update)
+            return digest
+
+    async def _between_steps(self, swap: Callable[[], str]) -> str:
+        """Run `swap` in the engine's thread; the digest that it returns."""
         self._alive()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[str] = loop.create_future()
@@ -158,7 +173,7 @@ class EmbeddedEngine:
                 self._draining.append(commit)
                 return
             try:
-                digest = self._decoder.commit(update)
+                digest = swap()
             except EngineError as error:
                 loop.call_soon_threadsafe(_fail, done, error)
                 return
@@ -178,6 +193,7 @@ class EmbeddedEngine:
         """See `base.Engine.close`. Returns once the thread has ended (or 10 s later, with a warning)."""
         self._closing = True
         self._commands.put(lambda: None)
+        self._writer.shutdown(wait=False)
         await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             log(f"the engine's thread is still busy {CLOSE_TIMEOUT_S:.0f} s after its close")

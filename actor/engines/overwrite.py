@@ -1,6 +1,6 @@
-"""Applying a staged update to the embedded engine's weights: overwrite, so that a retry is harmless.
+"""Applying a staged update to weights in memory: overwrite, so that a retry is harmless.
 
-Everything is checked before the first byte is written; after that nothing can fail. Called by `decoder.commit`.
+Everything is checked before the first byte is written; after that nothing can fail. Called by `copies`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 
+Plan = list[tuple[Any, Any, Any]]  # (flat bits, where, values)
+
 
 def bits(tensor: Tensor) -> Any:
     """A flat numpy bit view (u8, u16 or u32) of a contiguous tensor's own memory."""
@@ -27,14 +29,14 @@ def bits(tensor: Tensor) -> Any:
     return tensor.detach().view(-1).view(same).numpy().view(unsigned)
 
 
-def overwrite(named: Mapping[str, Tensor], changed: Sequence[TensorPatch]) -> None:
-    """Write each patch into the tensor of its name. EngineError, with nothing written, if one doesn't fit."""
-    plan: list[tuple[Any, Any, Any]] = []
+def planned(named: Mapping[str, np.ndarray], changed: Sequence[TensorPatch]) -> Plan:
+    """What to write where, by the flat bits of each name. EngineError if a patch doesn't fit."""
+    plan: Plan = []
     for patch in changed:
-        tensor = named.get(patch.name)
-        if tensor is None:
+        target = named.get(patch.name)
+        if target is None:
             raise EngineError(f"update of {patch.name!r}, which this model does not have: wrong model or bundle")
-        target, values = bits(tensor), np.asarray(patch.values).reshape(-1)
+        values = np.asarray(patch.values).reshape(-1)
         if values.dtype != target.dtype:
             raise EngineError(
                 f"{patch.name}: values of {values.dtype}, the weights hold {target.dtype}: wrong serving dtype"
@@ -50,5 +52,10 @@ def overwrite(named: Mapping[str, Tensor], changed: Sequence[TensorPatch]) -> No
         ):
             raise EngineError(f"{patch.name}: {indices.size} indices for {values.size} values of {target.size}")
         plan.append((target, indices, values))
+    return plan
+
+
+def write(plan: Plan) -> None:
+    """Write what was planned."""
     for target, where, values in plan:
         target[where] = values

@@ -7,7 +7,9 @@ first use (two minutes a rate on two quiet cores) and kept in DIR. Every step of
 for bit. Beside the
 format stand simpler ones on the same versions, and two entropies: of which values of a tensor changed and by how many
 steps, and of the same when the exponent of the value is known. Speeds are of one thread, in CPU time, best of three, beside
-a copy of the same bytes. The pause is what the embedded engine's decode loop stands still for while 32 generations run.
+a copy of the same bytes; applying ends with the values written. Memory is what coding holds at its peak beside the versions
+and the chunks. The pause is what the embedded engine's decode loop stands still for while 32 generations run; updates are
+fetched forth and back over six steps, each decoded beside sampling, as an actor does it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import importlib.util
 import json
 import sys
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import ModuleType
@@ -138,21 +141,35 @@ def cpu_seconds(work: Callable[[], Any], repeat: int = 3) -> float:
     return best
 
 
+def peak_mb(work: Callable[[], Any]) -> float:
+    """What `work` allocates at its peak."""
+    tracemalloc.start()
+    work()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return round(peak / 1e6, 1)
+
+
 def measure_speed(rate: float, old: Weights, new: Weights) -> Row:
     """GB of model per second and core."""
     gigabytes = new.nbytes / 1e9
     chunks = list(delta.encode(old, new))
 
-    def apply(hashed: bool) -> None:
+    target = {name: tensor.bits.copy() for name, tensor in old.tensors.items()}
+
+    def apply() -> None:
         chain = read_chain(chunks, old.version.digest, table_of(old))
-        for i in chain.pieces:
-            bits = old.tensors[chain.table[i][0]].bits
-            if hashed:
-                chain.rebuild(i, bits)
-            else:
-                for record, coded in chain.pieces[i]:
-                    piece = bits[record.start : record.start + record.count]
-                    coding.decode(coded, piece, piece.size, bits.dtype, chain.table[i][1])
+        for i, pieces in chain.pieces.items():
+            name, dtype, _ = chain.table[i]
+            bits = old.tensors[name].bits
+            for record, coded in pieces:
+                part = slice(record.start, record.start + record.count)
+                patch = coding.decode(coded, bits[part], record.count, bits.dtype, dtype)
+                target[name][part][slice(None) if patch.indices is None else patch.indices] = patch.values
+
+    def stage_and_apply() -> None:
+        for patch in delta.stage(chunks, old).changed:
+            target[patch.name][slice(None) if patch.indices is None else patch.indices] = patch.values
 
     def seal_and_encode() -> None:
         list(delta.encode(old, seal(new.version.ordinal, 1, new.tensors, old)))
@@ -167,15 +184,17 @@ def measure_speed(rate: float, old: Weights, new: Weights) -> Row:
         "blake2b_gb_s": round(gigabytes / cpu_seconds(lambda: [digest_of(t.bits) for t in new.tensors.values()]), 2),
         "encode_gb_s": round(gigabytes / cpu_seconds(lambda: list(delta.encode(old, new))), 2),
         "encode_with_digest_gb_s": round(gigabytes / cpu_seconds(seal_and_encode), 2),
-        "decode_gb_s": round(gigabytes / cpu_seconds(lambda: apply(hashed=False)), 2),
-        "stage_with_digest_gb_s": round(gigabytes / cpu_seconds(lambda: apply(hashed=True)), 2),
+        "apply_gb_s": round(gigabytes / cpu_seconds(apply), 2),
+        "apply_with_digest_gb_s": round(gigabytes / cpu_seconds(stage_and_apply), 2),
         "unchanged_gb_s": round(gigabytes / cpu_seconds(lambda: list(delta.encode(old, seal(9, 1, same, old)))), 2),
+        "encode_peak_mb": peak_mb(lambda: sum(len(chunk) for chunk in delta.encode(old, new))),
+        "apply_peak_mb": peak_mb(stage_and_apply),
     }
 
 
 async def measure_pause(folder: Path, made: list[Any], swaps: int) -> Row:
-    """Pauses of the embedded engine for `swaps` commits, forth and back over the steps `made`, with generations running.
-    Each update is decoded beside sampling, as an actor does it."""
+    """Pauses of the embedded engine for `swaps` commits, forth and back over the steps `made`, and for a full copy, with
+    generations running."""
     from temper.actor.engines.base import GenerateRequest, SamplingParams
     from temper.actor.engines.embedded import EmbeddedEngine
 
@@ -200,6 +219,10 @@ async def measure_pause(folder: Path, made: list[Any], swaps: int) -> Row:
         update = await asyncio.to_thread(delta.stage, chunks, old)
         assert await engine.apply(update) == update.digest
         pauses.append(engine.counts.last_pause_s)
+    sampled = engine.counts.steps
+    at = there_and_back[len(pauses) % len(there_and_back)][0]
+    await engine.apply(await asyncio.to_thread(delta.stage, delta.encode(None, at), None))
+    whole = engine.counts.last_pause_s
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
@@ -208,9 +231,11 @@ async def measure_pause(folder: Path, made: list[Any], swaps: int) -> Row:
     return {
         "swaps": swaps,
         "generations": GENERATIONS,
+        "decode_steps": sampled,
         "pause_p50_ms": round(float(np.percentile(milliseconds, 50)), 1),
         "pause_p99_ms": round(float(np.percentile(milliseconds, 99)), 1),
         "pause_max_ms": round(float(milliseconds.max()), 1),
+        "pause_full_copy_ms": round(whole * 1e3, 1),
     }
 
 
@@ -222,7 +247,7 @@ def main(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--cache", type=Path, default=home)
     parser.add_argument("--rates", type=float, nargs="+", default=list(GOALS))
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--swaps", type=int, default=120, help="0 leaves the pause out")
+    parser.add_argument("--swaps", type=int, default=104, help="0 leaves the pause out")
     given = parser.parse_args(argv)
     maker = _module("_weight_versions")
     rows: list[Row] = []
@@ -245,9 +270,9 @@ def main(argv: list[str]) -> dict[str, Any]:
         rows.append(speed)
         for name, least in (
             ("encode", 1.0),
-            ("decode", 1.0),
+            ("apply", 1.0),
             ("encode_with_digest", 0.45),
-            ("stage_with_digest", 0.45),
+            ("apply_with_digest", 0.45),
         ):
             goal(f"{name} at {rate:g}, GB/s a core", speed[f"{name}_gb_s"], least)
     if given.swaps:

@@ -359,7 +359,10 @@ def test_sixty_four_actors_join_at_once() -> None:
     run(scenario)
 
 
-def test_greedy_output_is_the_learners_own_after_each_of_twenty_swaps() -> None:
+@pytest.mark.parametrize("inline_bytes", [0, 4 << 20], ids=["written beside sampling", "written between steps"])
+def test_greedy_output_is_the_learners_own_after_each_of_twenty_swaps(
+    inline_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real model trained for twenty steps; its versions go through publisher, log, client and the embedded engine."""
     import torch
     from temper.actor.engines.base import GenerateRequest, SamplingParams
@@ -368,6 +371,7 @@ def test_greedy_output_is_the_learners_own_after_each_of_twenty_swaps() -> None:
     from temper.learner.models import micro
     from temper.learner.policy import bit_view
 
+    monkeypatch.setattr("temper.actor.engines.embedded.INLINE_BYTES", inline_bytes)
     loaded = micro(Model(vocabulary="abcdefgh", layers=1, hidden_size=32, heads=2, intermediate_size=32), 0)
     model, optimizer = loaded.model, torch.optim.AdamW(loaded.model.parameters(), lr=1e-2)
     with torch.no_grad():
@@ -387,7 +391,7 @@ def test_greedy_output_is_the_learners_own_after_each_of_twenty_swaps() -> None:
             await publisher.publish(ordinal, tensors, keep=True)
             await publisher.flush(DEADLINE_S)
             update = await client.fetch(deadline_s=DEADLINE_S)
-            await client.commit(update, await engine.apply(update))
+            await client.commit(update, await engine.apply(update), engine.host_copy)
             assert client.version is not None and client.version.ordinal == ordinal
             got = await engine.generate(GenerateRequest(prompt, SamplingParams(temperature=0.0, max_new_tokens=12)))
             with torch.no_grad():
