@@ -15,8 +15,7 @@ from temper.common.errors import ProtocolError
 
 MAX_SHIFT = 40
 _LOG_GOLDEN = math.log((math.sqrt(5.0) - 1.0) / 2.0)
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_LOW_BITS = [np.ascontiguousarray(_BITS[:, :count]) for count in range(8)]  # the lowest bits of a byte
+_LANES = ((8, 0x0001000100010001), (16, 0x0000000100000001), (32, 1))  # (half a lane's width, ones a lane apart)
 
 Run = tuple[np.ndarray, int]
 
@@ -49,7 +48,7 @@ class Reader:
     """Reads runs back in the order in which they were written. ProtocolError if the streams do not hold them."""
 
     def __init__(self, unary: memoryview, low: memoryview) -> None:
-        ends = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8), bitorder="little"))
+        ends = np.unpackbits(np.frombuffer(unary, np.uint8), bitorder="little").view(bool).nonzero()[0]
         self._quotients = np.diff(ends, prepend=-1) - 1
         self._low = np.frombuffer(low, np.uint8)
         self._at = self._low_at = 0
@@ -83,11 +82,8 @@ def low_bytes(n: int, k: int) -> int:
 
 def _pack_low(values: np.ndarray, k: int) -> bytes:
     planes = [(values >> shift).astype(np.uint8).tobytes() for shift in range(0, k - 7, 8)]
-    if k % 8:
-        rest = (values >> (k - k % 8)).astype(np.uint8)
-        planes.append(
-            np.packbits(_LOW_BITS[k % 8].take(rest & ((1 << k % 8) - 1), axis=0), bitorder="little").tobytes()
-        )
+    if bits := k % 8:
+        planes.append(_tight((values >> (k - bits)).astype(np.uint8), bits))
     return b"".join(planes)
 
 
@@ -95,8 +91,36 @@ def _unpack_low(n: int, k: int, data: np.ndarray) -> np.ndarray:
     values = np.zeros(n, np.int64)
     for plane in range(k // 8):
         values |= data[plane * n : (plane + 1) * n].astype(np.int64) << (8 * plane)
-    if k % 8:
-        bits = np.zeros((n, 8), np.uint8)
-        bits[:, : k % 8] = np.unpackbits(data[n * (k // 8) :], count=n * (k % 8), bitorder="little").reshape(n, k % 8)
-        values |= np.packbits(bits, bitorder="little").astype(np.int64) << (k - k % 8)
+    if bits := k % 8:
+        values |= _loose(data[n * (k // 8) :], n, bits).astype(np.int64) << (k - bits)
     return values
+
+
+def _tight(rest: np.ndarray, bits: int) -> bytes:
+    """The lowest `bits` bits of each byte one after the other, lowest first: eight bytes in a word, of which neighbours are
+    moved together, then pairs, then fours."""
+    words = np.zeros((rest.size + 7) // 8, "<u8")
+    words.view(np.uint8)[: rest.size] = rest
+    words &= np.uint64(((1 << bits) - 1) * 0x0101010101010101)
+    for width, ones in _LANES:
+        held = bits * width // 8
+        upper = words >> np.uint64(width - held)
+        upper &= np.uint64(ones * ((1 << held) - 1) << held)
+        words &= np.uint64(ones * ((1 << width) - 1))
+        words |= upper
+    return words.view(np.uint8).reshape(-1, 8)[:, :bits].tobytes()[: (rest.size * bits + 7) // 8]
+
+
+def _loose(data: np.ndarray, n: int, bits: int) -> np.ndarray:
+    """uint8[n]: what `_tight` made `data` of."""
+    words = np.zeros((n + 7) // 8, "<u8")
+    padded = np.zeros(words.size * bits, np.uint8)
+    padded[: data.size] = data
+    words.view(np.uint8).reshape(-1, 8)[:, :bits] = padded.reshape(-1, bits)
+    for width, ones in reversed(_LANES):
+        held = bits * width // 8
+        upper = words << np.uint64(width - held)
+        upper &= np.uint64(ones * ((1 << held) - 1) << width)
+        words &= np.uint64(ones * ((1 << held) - 1))
+        words |= upper
+    return words.view(np.uint8)[:n]

@@ -73,13 +73,17 @@ def small(base: np.ndarray, dtype: str, bound: int) -> tuple[np.ndarray, np.ndar
     return np.concatenate(places), np.concatenate(kinds)
 
 
-def by_kind(kinds: np.ndarray) -> np.ndarray:
-    """int[m]: the order that sorts `kinds` (uint8[m]), equal ones as they come."""
+def by_kind(kinds: np.ndarray, count: int) -> tuple[np.ndarray, list[int]]:
+    """(int64[m]: the order that sorts `kinds` (uint8[m] below `count`), equal ones as they come; where each kind begins in
+    it, and the end)."""
     if kinds.size >= 1 << 24:
-        return kinds.argsort(kind="stable")
+        return kinds.argsort(kind="stable"), [0, *np.cumsum(np.bincount(kinds, minlength=count)).tolist()]
+    if count == 1:
+        return np.arange(kinds.size), [0, kinds.size]
     keys = kinds.astype(np.uint32)
     keys <<= 24
     keys |= np.arange(keys.size, dtype=np.uint32)
     keys.sort()
+    starts = keys.searchsorted((np.arange(1, count) << 24).astype(np.uint32)).tolist()
     keys &= (1 << 24) - 1
-    return keys
+    return keys.astype(np.int64), [0, *starts, keys.size]

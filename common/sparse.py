@@ -24,8 +24,9 @@ from temper.common.float_bits import class_count, classes, moved, steps
 from temper.common.squeeze import squeeze, unsqueeze
 
 CLASSES = 12  # that a piece may tell apart below the bound; what is lower counts as one
-WRITTEN_CLASSES = 6  # that are told apart here: more take time and save little
-SCAN_BITS = 0.2  # what looking at a hot value must save: the time of a pass, in bits
+WRITTEN_CLASSES = 4  # that are told apart here: more take time and save little
+SCAN_BITS = 0.5  # what looking at a hot value must save: the time of a pass, in bits
+HOT_FROM_VALUES = 1 << 12  # smaller pieces aren't worth a look at their classes
 CLASS_BITS = 40.0  # what a class costs in parameters
 SAMPLE = 1 << 13  # values of a piece that its classes are estimated from
 STRETCH = 1 << 7  # of them in a row
@@ -49,8 +50,7 @@ class _Hot:
             return cls(none, none, [0])
         positions, kinds = scan.small(base, dtype, bound)
         kinds -= np.minimum(kinds, np.uint8(lowest))
-        sizes = np.bincount(kinds, minlength=bound - lowest)
-        return cls(positions, scan.by_kind(kinds), [0, *np.cumsum(sizes).tolist()])
+        return cls(positions, *scan.by_kind(kinds, bound - lowest))
 
     def __getitem__(self, at: np.ndarray) -> np.ndarray:
         """Positions in the piece of places in class order."""
@@ -90,7 +90,7 @@ def encode(base: np.ndarray, new: np.ndarray, differ: np.ndarray, dtype: str) ->
     """(parameters, streams) for the change from `base`[n] to `new`[n]; `differ` bool[n] is where they differ."""
     cold = scan.true(differ)
     bound, lowest = 0, 0
-    if class_count(dtype):
+    if class_count(dtype) and base.size >= HOT_FROM_VALUES:
         kinds = classes(base[cold], dtype)
         bound, lowest = _bounds(base, kinds, dtype)
         cold = cold[kinds >= bound] if bound else cold

@@ -318,3 +318,17 @@ def test_rice_runs_come_back_and_are_near_the_entropy(mean: float) -> None:
         p = 1 / (mean + 1)
         entropy = -(p * np.log2(p) + (1 - p) * np.log2(1 - p)) / p * values.size
         assert rice.cost_bits(values, k) < 1.06 * entropy
+
+
+@pytest.mark.parametrize("k", [1, 3, 7, 8, 13, 30])
+def test_low_bits_lie_whole_bytes_first_then_one_value_after_the_other(k: int) -> None:
+    rng = np.random.default_rng(k)
+    for n in (1, 7, 8, 9, 1001):
+        values = rng.integers(0, 1 << k, n)
+        unary, low = rice.encode([(values, k)])
+        numbers = [int(value) for value in values]
+        planes = b"".join(bytes(number >> shift & 255 for number in numbers) for shift in range(0, k - 7, 8))
+        rest, width = [number >> (k - k % 8) for number in numbers], k % 8
+        packed = sum(number << (i * width) for i, number in enumerate(rest))
+        assert low == planes + packed.to_bytes((n * width + 7) // 8, "little")
+        assert (rice.Reader(memoryview(unary), memoryview(low)).take(n, k) == values).all()
