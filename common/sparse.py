@@ -88,17 +88,23 @@ class _Writer:
 
 def encode(base: np.ndarray, new: np.ndarray, differ: np.ndarray, dtype: str) -> tuple[list[int], list[bytes]]:
     """(parameters, streams) for the change from `base`[n] to `new`[n]; `differ` bool[n] is where they differ."""
-    cold = scan.true(differ)
-    bound, lowest = 0, 0
+    changed = scan.true(differ)
+    before = base[changed]
+    by = steps(before, new[changed], dtype)
+    cold, bound, lowest = changed, 0, 0
     if class_count(dtype) and base.size >= HOT_FROM_VALUES:
-        kinds = classes(base[cold], dtype)
+        kinds = classes(before, dtype)
         bound, lowest = _bounds(base, kinds, dtype)
-        cold = cold[kinds >= bound] if bound else cold
     hot = _Hot.of(base, dtype, bound, lowest)
     flags = differ[hot.positions][hot.order]
     at = scan.true(flags)
-    where = np.concatenate([hot[at], cold]) if at.size else cold
-    by = steps(base[where], new[where], dtype)
+    if bound:
+        rest = (kinds >= bound).nonzero()[0]
+        cold = changed[rest]
+        low = (kinds < bound).nonzero()[0]
+        kinds = kinds[low]
+        kinds -= np.minimum(kinds, np.uint8(lowest))
+        by = by[np.concatenate([low[scan.by_kind(kinds, bound - lowest)[0]], rest])]
     excess = np.abs(by)
     excess -= 1
     out = _Writer([bound, lowest])

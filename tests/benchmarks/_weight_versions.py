@@ -28,6 +28,7 @@ from temper.common.bits import TensorBits, Weights
 from temper.common.schema import Chunk, Manifest, Publish
 
 RUN = "delta-benchmark"
+THREADS = 2
 RECIPE = """
 [run]
 name = "delta-benchmark"
@@ -84,8 +85,8 @@ class Step:
 def coded(old: Weights | None, new: Weights) -> tuple[list[bytes], delta.Tally, delta.StagedUpdate]:
     """The entry old -> new, checked by decoding it."""
     tally = delta.Tally()
-    chunks = list(delta.encode(old, new, tally=tally))
-    update = delta.stage(chunks, old)
+    chunks = list(delta.encode(old, new, threads=THREADS, tally=tally))
+    update = delta.stage(chunks, old, threads=THREADS)
     assert update.digest == new.version.digest
     return chunks, tally, update
 

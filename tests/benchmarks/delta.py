@@ -92,7 +92,7 @@ def simpler(old: Weights, new: Weights) -> dict[str, int]:
 
 
 async def measure_bytes(rate: float, steps_made: AsyncIterator[Any]) -> tuple[Row, list[Any]]:
-    """(row, the first steps): of every step bytes, ratio, density; entropies of every fifth, simpler formats of every tenth."""
+    """(row, the first steps): of every step bytes, ratio, density; entropies of every tenth, simpler formats of every fifteenth."""
     sizes: list[int] = []
     density: list[float] = []
     plain: list[float] = []
@@ -107,11 +107,11 @@ async def measure_bytes(rate: float, steps_made: AsyncIterator[Any]) -> tuple[Ro
         full = step.new.nbytes
         if number < KEPT:
             kept.append(step)
-        if number % 5 == 1:
+        if number % 10 == 1:
             bounds = entropies(step.old, step.new)
             plain.append(bounds[0] / tally.nbytes)
             known.append(bounds[1] / tally.nbytes)
-        if number % 10 == 1:
+        if number % 15 == 1:
             rivals.append(simpler(step.old, step.new))
     mean = float(np.mean(sizes))
     row = {
@@ -249,6 +249,8 @@ def main(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--swaps", type=int, default=104, help="0 leaves the pause out")
     given = parser.parse_args(argv)
+    if given.steps < 2:
+        parser.error("--steps: at least 2, the second is the first that is measured in full")
     maker = _module("_weight_versions")
     rows: list[Row] = []
     goals: list[dict[str, Any]] = []
