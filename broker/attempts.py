@@ -57,15 +57,35 @@ class Attempts:
         """Samples as they came, in order: first what becomes of each, then what follows from it. `ended`: of a lease that is
         not out, or is not any more."""
         followed: list[Action] = []
+        found: list[Action] = []
         self.ended = False
-        return [self._samples(event, followed) for event in arrivals] + followed
+        leases, groups = self.run.leases.leases, self.run.groups
+        for event in arrivals:
+            samples, lease_id = event.samples, event.lease_id
+            record = leases.get(lease_id)
+            if (  # what comes most: one new sample, not the last one, of an attempt that is out with that peer
+                record is not None
+                and len(samples) == 1
+                and record.attempt_state == "out"
+                and record.attempt == event.attempt
+                and record.peer == event.peer
+                and (index := samples[0].index) not in (have := record.have)
+                and 0 <= index < record.size
+                and len(have) + 1 < record.size
+            ):
+                have.add(index)
+                groups.add(lease_id, samples, event.nbytes)
+                found.append(Store(lease_id, (index,)))
+            else:
+                found.append(self._samples(event, followed))
+        return found + followed
 
     def _samples(self, event: SamplesArrived, followed: list[Action]) -> Action:
         """Store, ignore (a repeated message) or refuse them; the last missing one completes the lease."""
         run, lease_id, peer = self.run, event.lease_id, event.peer
         record = run.leases.leases.get(lease_id)
         samples = event.samples
-        indices = (samples[0].index,) if len(samples) == 1 else tuple([sample.index for sample in samples])
+        indices = tuple([sample.index for sample in samples])
         if record is None or not record.out or record.attempt != event.attempt or record.peer != peer:
             self.ended = True
             if record is not None and record.last_peer == peer and record.have.issuperset(indices):

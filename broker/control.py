@@ -78,26 +78,31 @@ class ControlDesk:
         if self.commits.is_broken:
             return
         find, taken = self.guests.key, self.commits.turn.taken
-        run: list[tuple[str, Delivery]] = []
+        run: list[Delivery] = []
+        keys: list[str] = []
+        known, key = b"", None
         for delivery in batch:
             peer = delivery.peer
-            key = find(peer)
+            if peer is not known:
+                known, key = peer, find(peer)
             if key is None:
                 continue  # closed within this batch
             if delivery.sequence:
                 taken[peer] = delivery.sequence  # unless something is wrong with it, see `_refuse`
             if delivery.kind == SAMPLES:
-                run.append((key, delivery))
+                run.append(delivery)
+                keys.append(key)
                 continue
+            known = b""
             if run and delivery.kind not in BESIDE_SAMPLES:
-                self._take_samples(run)
-                run = []
+                self._take_samples(keys, run)
+                run, keys = [], []
             try:
                 self._handle(key, delivery)
             except ProtocolError as error:
                 self._refuse(peer, error)
         if run:
-            self._take_samples(run)
+            self._take_samples(keys, run)
         self.settle()
 
     def take(self, event: ev.Event) -> list[ev.Action]:
@@ -172,28 +177,30 @@ class ControlDesk:
                 self.commits.steered = True
                 self.take(ev.Received(key, body))
 
-    def _take_samples(self, run: list[tuple[str, Delivery]]) -> None:
-        """Samples in the order in which they came: read, check, decide and keep as many as possible at once."""
-        read: list[tuple[str, Delivery, intake.Intake]] = []
-        for key, delivery in run:
+    def _take_samples(self, keys: list[str], run: list[Delivery]) -> None:
+        """Samples in the order in which they came, and whose they are: read, check, decide and keep as many as possible at
+        once."""
+        bodies: list[intake.Intake] = []
+        unread: list[int] = []
+        for i, delivery in enumerate(run):
             try:
-                read.append((key, delivery, intake.read(delivery.raw_meta)))
+                bodies.append(intake.read(delivery.raw_meta))
             except ProtocolError as error:
+                unread.append(i)
                 self._refuse(delivery.peer, error)
-        faults = intake.faults([(body, delivery.frames) for _, delivery, body in read])
-        good: list[tuple[str, Delivery, intake.Intake]] = []
-        for entry, fault in zip(read, faults, strict=True):
-            if fault is None:
-                good.append(entry)
-                continue
-            self._keep(good)
-            good = []
-            key, delivery, body = entry
+        for i in reversed(unread):
+            del run[i], keys[i]
+        faults = intake.faults(bodies, [delivery.frames for delivery in run])
+        begin = 0
+        for i in sorted(faults):
+            self._keep(keys[begin:i], run[begin:i], bodies[begin:i])
+            begin = i + 1
+            fault = faults[i]
             if isinstance(fault, BadSamples):
-                self._give_back(key, body, fault)
+                self._give_back(keys[i], bodies[i], fault)
             else:
-                self._refuse(delivery.peer, fault)
-        self._keep(good)
+                self._refuse(run[i].peer, fault)
+        self._keep(keys[begin:], run[begin:], bodies[begin:])
 
     def _give_back(self, key: str, body: intake.Intake, fault: BadSamples) -> None:
         """Samples that no learner could use: the attempt is refused, and counts against the task."""
@@ -204,18 +211,18 @@ class ControlDesk:
             self.commits.turn.actions.append(ev.RefuseAttempt(key, lease_id, attempt, str(fault)))
             self.take(ev.Received(key, schema.Return(lease_id, attempt, "task", str(fault))))
 
-    def _keep(self, good: list[tuple[str, Delivery, intake.Intake]]) -> None:
+    def _keep(self, keys: list[str], good: list[Delivery], bodies: list[intake.Intake]) -> None:
         """Tell the core of good samples and store what it accepts."""
         if not good:
             return
         arrivals = [
             ev.SamplesArrived(key, body.lease_id, body.attempt, body.samples, delivery.size - len(delivery.raw_meta))
-            for key, delivery, body in good
+            for key, delivery, body in zip(keys, good, bodies, strict=True)
         ]
         actions = self.core.on(ev.SamplesBatch(arrivals), time.monotonic())
         turn, store = self.commits.turn, self.ledger.store
         accepted = refused = 0
-        for (_, delivery, _), arrival, verdict in zip(good, arrivals, actions, strict=False):
+        for delivery, arrival, verdict in zip(good, arrivals, actions, strict=False):
             if type(verdict) is ev.Store:
                 stored = store(arrival.lease_id, verdict.indices, delivery.raw_meta, delivery.frames, arrival.nbytes)
                 if type(stored) is not Accepted:

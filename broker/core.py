@@ -158,6 +158,7 @@ class BrokerCore(RunState):
             returning=event.returning,
         )
         self.peers[event.peer] = record
+        self.leases.changed.add(event.peer)
         if event.role == "sandbox" and event.peer not in self.jobs.slots:
             self.jobs.add_worker(event.peer, 0 if event.returning else event.slots)
         return []
@@ -177,12 +178,14 @@ class BrokerCore(RunState):
                 self.leases.take_back(lease, "returned")
             else:
                 actions += self._fates.lost(lease, f"{record.name} is gone: {reason}")
+        self.leases.changed.discard(peer)
         return actions
 
     def _availability(self, peer: PeerKey, draining: bool) -> list[Action]:
         record = self.peers.get(peer)
         if record is not None and record.draining != draining:
             record.draining = draining
+            self.leases.changed.add(peer)
             if record.role == "sandbox":
                 self.jobs.set_slots(peer, 0 if draining else record.slots)
         return []
@@ -212,6 +215,7 @@ class BrokerCore(RunState):
         if not record.returning:
             return []
         record.returning = False
+        self.leases.changed.add(record.peer)
         if record.role == "learner":
             return self._learning.holding(body) if record.peer == self.owner else []
         if record.role == "sandbox":

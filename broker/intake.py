@@ -111,23 +111,22 @@ def _usual(body: Intake, frames: Sequence[Any]) -> Layout | None:
     if type(frame) is not bytes or len(frame) != layout.nbytes or frame[layout.mask[0]]:
         return None
     meta = body.samples[0]
-    runs, reward = meta.version_runs, meta.reward
+    runs = meta.version_runs
     if (
         len(runs) != 1
         or runs[0][2] != layout.count
         or meta.step_rewards
-        or not (reward is None or -inf < reward < inf)
-        or not all(map(isfinite, meta.components.values()))
-        or frame[layout.cu[0] : layout.cu[1]] != layout.starts
+        or not frame.startswith(layout.starts, layout.cu[0])
     ):
         return None
     return layout
 
 
-def _values_are_fine(tokens: list[bytes], logprobs: list[bytes], masks: list[bytes]) -> bool:
-    """Whether all ids are there, all masks 0 or 1, all log-probabilities finite and (everywhere, to be quick) at most 0."""
+def _values_are_fine(tokens: list[bytes], logprobs: list[bytes], masks: list[bytes], facts: list[float]) -> bool:
+    """Whether all ids are there, all masks 0 or 1, all log-probabilities finite and (everywhere, to be quick) at most 0, all
+    rewards and components finite."""
     values = np.frombuffer(b"".join(logprobs), "<f4")
-    return bool(
+    return all(map(isfinite, facts)) and bool(
         np.frombuffer(b"".join(tokens), "<i4").min() >= 0
         and np.frombuffer(b"".join(masks), np.uint8).max() <= 1
         and values.min() > -inf
@@ -143,27 +142,38 @@ def _fault(body: Intake, frames: Sequence[Any]) -> BadSamples | ProtocolError | 
     return None
 
 
-def faults(messages: Sequence[tuple[Intake, Sequence[Any]]]) -> list[BadSamples | ProtocolError | None]:
-    """What is wrong with each message, None where nothing is. See ``validate`` for the two kinds of wrong."""
-    if len(messages) <= FEW:
-        return [_fault(*message) for message in messages]
-    found: list[BadSamples | ProtocolError | None] = [None] * len(messages)
-    quick: list[int] = []
-    tokens, logprobs, masks = [], [], []
-    for i, (body, frames) in enumerate(messages):
-        layout = _usual(body, frames)
-        if layout is None:
-            found[i] = _fault(body, frames)
-            continue
-        frame = frames[0]
-        begin, end = layout.tokens
-        tokens.append(frame[begin:end])
-        begin, end = layout.logprob
-        logprobs.append(frame[begin:end])
-        begin, end = layout.mask
-        masks.append(frame[begin:end])
-        quick.append(i)
-    if quick and not _values_are_fine(tokens, logprobs, masks):
-        for i in quick:
-            found[i] = _fault(*messages[i])
+Fault = BadSamples | ProtocolError
+
+
+def faults(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> dict[int, Fault]:
+    """What is wrong with messages, by their place; nothing with those that are not in it. See ``validate`` for the two
+    kinds of wrong."""
+    found: dict[int, Fault] = {}
+    looked_at: Sequence[int] = range(len(bodies))
+    if len(bodies) > FEW:
+        looked_at, quick = [], []
+        tokens, logprobs, masks = [], [], []
+        facts: list[float] = []
+        for i, body in enumerate(bodies):
+            layout = _usual(body, frames[i])
+            if layout is None:
+                looked_at.append(i)
+                continue
+            frame, meta = frames[i][0], body.samples[0]
+            begin, end = layout.tokens
+            tokens.append(frame[begin:end])
+            begin, end = layout.logprob
+            logprobs.append(frame[begin:end])
+            begin, end = layout.mask
+            masks.append(frame[begin:end])
+            facts += meta.components.values()
+            if meta.reward is not None:
+                facts.append(meta.reward)
+            quick.append(i)
+        if quick and not _values_are_fine(tokens, logprobs, masks, facts):
+            looked_at += quick
+    for i in looked_at:
+        fault = _fault(bodies[i], frames[i])
+        if fault is not None:
+            found[i] = fault
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from temper.broker import pacing
-from temper.broker.events import Action, SendLease
+from temper.broker.events import Action, PeerKey, SendLease
 from temper.broker.leases import LeaseRecord
 from temper.broker.state import PeerRecord, RunState
 from temper.common import schema
@@ -18,6 +18,7 @@ class Issuing:
 
     def __init__(self, run: RunState) -> None:
         self.run = run
+        self._free: list[tuple[int, int, PeerKey]] = []  # a heap of places, some of them outdated
 
     def create(self, lane: Lane, task: Assignment, size: int, pinned: int | None = None) -> LeaseRecord:
         """A new lease and its group, waiting to go out."""
@@ -55,19 +56,40 @@ class Issuing:
         actions: list[Action],
     ) -> None:
         """New leases, each to the actor with the most free slots (of those the one that came first), as far as any has some."""
-        held = self.run.leases.held
-        free = [
-            (len(held.get(peer.peer, ())) - peer.slots, peer.joined, peer)
-            for peer in self.run.peers.values()
-            if peer.role == "actor" and not peer.draining and not peer.returning
-        ]
-        heapq.heapify(free)
-        while room > 0 and free and free[0][0] < 0:
-            excess, joined, taker = free[0]
+        self._reckon()
+        while room > 0 and (taker := self._freest()) is not None:
             record = self.create(lane, self.run.schedule.next(lane, shares), phase.samples_per_group)
             self._send(record, taker, now, actions)
-            heapq.heapreplace(free, (excess + 1, joined, taker))
+            self._reckon()
             room -= 1
+
+    def _place(self, key: PeerKey) -> tuple[int, int, PeerKey] | None:
+        """The place of an actor among those with free slots, None if it is not among them."""
+        peer = self.run.peers.get(key)
+        if peer is None or peer.role != "actor" or peer.draining or peer.returning:
+            return None
+        excess = len(self.run.leases.held.get(key, ())) - peer.slots
+        return (excess, peer.joined, key) if excess < 0 else None
+
+    def _reckon(self) -> None:
+        """Note the places of actors that changed. Old ones stay in the heap until they come up: the work is that of the
+        changes, not of all peers."""
+        changed = self.run.leases.changed
+        for key in changed:
+            if (place := self._place(key)) is not None:
+                heapq.heappush(self._free, place)
+        changed.clear()
+        if len(self._free) > 64 + 4 * len(self.run.peers):
+            self._free = [place for key in self.run.peers if (place := self._place(key)) is not None]
+            heapq.heapify(self._free)
+
+    def _freest(self) -> PeerRecord | None:
+        while self._free:
+            place = self._free[0]
+            if place == self._place(place[2]):
+                return self.run.peers[place[2]]
+            heapq.heappop(self._free)
+        return None
 
     def _room(self, lane: Lane, phase: schema.Phase) -> int:
         run = self.run

@@ -81,6 +81,7 @@ class LeaseBook:
         self.attempts: Counter[str] = Counter()  # ended attempts by how
         self.waiting: dict[str, list[int]] = defaultdict(list)  # lane -> ids in flight but not out, oldest first
         self.held: dict[PeerKey, set[int]] = defaultdict(set)  # peer -> leases out with it
+        self.changed: set[PeerKey] = set()  # peers that may have more or fewer free slots than when it was last looked
         self.dirty: dict[int, LeaseRecord] = {}
         self.ended: list[tuple[int, int, PeerKey, AttemptState]] = []  # (lease, attempt, peer, how) to write down
         self._deadlines: list[tuple[float, int, int]] = []
@@ -100,6 +101,7 @@ class LeaseBook:
         record.attempt_state, record.touched = "out", False
         record.peer, record.min_version = peer, min_version
         self.held[peer].add(record.lease_id)
+        self.changed.add(peer)
         self._arm(record, deadline)
 
     def touch(self, record: LeaseRecord, deadline: float) -> None:
@@ -155,6 +157,7 @@ class LeaseBook:
     def _end_attempt(self, record: LeaseRecord, how: AttemptState) -> None:
         held = self.held[record.peer]
         held.discard(record.lease_id)
+        self.changed.add(record.peer)
         if not held:
             del self.held[record.peer]
         self.ended.append((record.lease_id, record.attempt, record.peer, how))

@@ -134,6 +134,15 @@ def _values(views: Mapping[str, memoryview], starts: list[int]) -> None:
 
 
 def _meta(meta: SampleMeta, tokens: int) -> None:
+    runs, reward = meta.version_runs, meta.reward
+    if (
+        len(runs) == 1
+        and runs[0][2] == tokens
+        and not meta.step_rewards
+        and (reward is None or math.isfinite(reward))
+        and all(map(math.isfinite, meta.components.values()))
+    ):
+        return  # the usual, at a glance
     where = f"sample {meta.index}"
     if meta.reward is not None and not math.isfinite(meta.reward):
         raise BadSamples(f"{where} has the reward {meta.reward}, expected a finite number or none")

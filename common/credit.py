@@ -17,7 +17,7 @@ Called by ``pump.Router`` (one for each peer) and ``peer.Peer`` (one for each so
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -253,6 +253,20 @@ class Channel(Generic[T]):
         self.received = sequence
         self._arrived_bytes = total
         self._pending.append(size)
+        self._gap = False
+        return True
+
+    def accept_run(self, sizes: Sequence[int]) -> bool:
+        """`accept_next` for messages that follow one another: all of them or none."""
+        sequence, total = self.received + len(sizes), self._arrived_bytes + sum(sizes)
+        if (
+            sequence > self._released_messages + self.window_messages
+            or total > self._released_bytes + self.window_bytes
+        ):
+            return False
+        self.received = sequence
+        self._arrived_bytes = total
+        self._pending.extend(sizes)
         self._gap = False
         return True
 

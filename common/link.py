@@ -44,6 +44,7 @@ class Link:
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._open = True
         self._last: Any = None
+        self._flushes: list[Callable[[], None]] = []
         self._loop.add_reader(self._descriptor, self._turn)
         self._look()
 
@@ -66,7 +67,19 @@ class Link:
             self._drain()
         finally:
             self._in_turn = False
+            self._flush()
             self._look()
+
+    def flush_later(self, flush: Callable[[], None]) -> None:
+        """Have `flush` called at the end of this turn, or else with the loop's next one."""
+        if not self._flushes and not self._in_turn:
+            self._loop.call_soon(self._flush)
+        self._flushes.append(flush)
+
+    def _flush(self) -> None:
+        flushes, self._flushes = self._flushes, []
+        for flush in flushes:
+            flush()
 
     def receive(self) -> list[Part] | None:
         """The parts of the next message, or None. Too many parts (a violation) are cut to a few beyond the limit.
@@ -101,6 +114,8 @@ class Link:
 
         `peer` is a routing id, empty on a DEALER. Frames of 64 KiB and more are not copied.
         """
+        if not self._open:
+            return False
         if not self._in_turn and not self._scheduled:
             self._look()  # a send may swallow the edge
         socket = self.socket
@@ -128,7 +143,8 @@ class Link:
         return True
 
     def close(self) -> None:
-        """Stop reading. The socket stays open for its owner to close."""
+        """Stop reading, and sending. The socket stays open for its owner to close."""
         if self._open:
+            self._flush()
             self._open = False
             self._loop.remove_reader(self._descriptor)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from temper.common import burst
 from temper.common.admission import Admission
 from temper.common.credit import DELIVER, WINDOW_BYTES, WINDOW_MESSAGES, Channel
 from temper.common.debts import Debts
@@ -36,7 +37,7 @@ from temper.common.errors import ProtocolError
 from temper.common.keys import BrokerKeys
 from temper.common.link import Link
 from temper.common.schema import BODIES, Ack, Body, Heartbeat, Hello, Refused, State, Version, Welcome
-from temper.common.session import Backlogged, Outgoing, Session, check, check_kind, decode, outgoing
+from temper.common.session import Backlogged, Fields, Outgoing, Session, check, check_kind, decode, outgoing
 from temper.common.sockets import SocketKind, bind, new_epoch, parse_address
 from temper.common.wire import FRAME_LIMIT, META_LIMIT_BYTES, header_fields, is_header, pack_meta
 
@@ -262,7 +263,7 @@ class Router:
         receive, take, usual = self._link.receive, self._take, self._usual
         self._receiving = True
         try:
-            while count < TURN_MESSAGES and size < TURN_BYTES:
+            while count < TURN_MESSAGES and len(batch) < TURN_MESSAGES and size < TURN_BYTES:
                 parts = receive()
                 if parts is None:
                     break
@@ -282,9 +283,9 @@ class Router:
         if remote is None or not 4 <= len(parts) <= 3 + FRAME_LIMIT or not is_header(parts[1]):
             return 0
         fields = header_fields(parts[1], 5)
-        number, _, _, epoch, sequence, size = fields
+        number, flags, _, epoch, sequence, size = fields
         channel = remote.session.channel
-        if number not in self._lazy or epoch != remote.epoch or sequence != channel.received + 1:
+        if flags or number not in self._lazy or epoch != remote.epoch or sequence != channel.received + 1:
             return 0
         meta, frames = parts[2], parts[3:]
         if len(meta) > META_LIMIT_BYTES or len(meta) + sum(map(len, frames)) != size or not channel.accept_next(size):
@@ -301,7 +302,7 @@ class Router:
             return 0
         try:
             fields = check(parts, 1)
-            number, _, _, epoch, sequence, size = fields
+            number, flags, _, epoch, sequence, size = fields
             kind = self._reliable_kinds.get(number) if sequence else None
             if kind is None:
                 kind = check_kind(number, sequence, self._bulk)
@@ -317,6 +318,9 @@ class Router:
                     if remote.session.on_ack(decode(Ack, parts[2]), now) and self._on_room is not None:
                         self._on_room(peer)
                     return size
+                if flags:
+                    self._take_burst(remote, kind, fields, parts, batch)
+                    return size
                 delivery = Delivery(peer, kind, fields, number, sequence, size, parts[2], parts[3:])
                 if number not in self._lazy:
                     _ = delivery.body  # malformed bodies end here
@@ -328,6 +332,31 @@ class Router:
         except ProtocolError as error:
             self.refuse(peer, "malformed", str(error))
             return 0
+
+    def _take_burst(
+        self, remote: _Remote, kind: type[Body], fields: Fields, parts: list[Any], batch: list[Delivery]
+    ) -> None:
+        """What one peer sent together: each message is taken as if it had come alone."""
+        number, count, _, _, last, _ = fields
+        sizes, metas, frames = burst.divide(count, number, parts[2:])
+        first, channel, peer = last - count + 1, remote.session.channel, parts[0]
+        if first < 1:
+            raise ProtocolError(f"a burst of {count} messages that ends with message {last}")
+        found = [
+            Delivery(peer, kind, fields, number, sequence, size, meta, arrays)
+            for sequence, size, meta, arrays in zip(range(first, last + 1), sizes, metas, frames, strict=True)
+        ]
+        if number not in self._lazy:
+            for delivery in found:
+                _ = delivery.body
+        if first == channel.received + 1 and channel.accept_run(sizes):
+            batch += found
+            return
+        for delivery in found:
+            if channel.arrive(delivery.sequence, delivery.size) is DELIVER:
+                batch.append(delivery)
+        if channel.ack_due:
+            self._debts.owe(remote.session, len(self._peers))
 
     def _greet(self, peer: PeerId, known: _Remote | None, epoch: int, hello: Hello, now: float) -> None:
         if known is not None and known.epoch == epoch:

@@ -1,7 +1,8 @@
 """`Session`: one conversation over one socket with one peer: what is queued, what is under way, what is owed.
 
 Joins the pure `credit.Channel` to a `link.Link`. Sends never block: beyond the peer's credit messages queue here, in
-order, bounded by `QUEUE_MESSAGES` and `QUEUE_BYTES`. Used by ``pump.Router`` (one for each peer) and ``peer.Peer``
+order, bounded by `QUEUE_MESSAGES` and `QUEUE_BYTES`. Small messages of the kinds that come in numbers leave at the end of the
+loop's turn, joined (``burst``). Used by ``pump.Router`` (one for each peer) and ``peer.Peer``
 (one for each of its two sockets).
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from temper.common import burst
 from temper.common.credit import Channel
 from temper.common.errors import ProtocolError
 from temper.common.link import Link
@@ -67,7 +69,7 @@ def outgoing(kind: int, meta: bytes, frames: Sequence[Any], version: int) -> Out
 class Session:
     """`peer` is the routing id on a ROUTER, empty on a DEALER; `epoch` this process's incarnation."""
 
-    __slots__ = ("_link", "_queue", "channel", "epoch", "peer", "queued_bytes")
+    __slots__ = ("_burst", "_burst_bytes", "_burst_last", "_link", "_queue", "channel", "epoch", "peer", "queued_bytes")
 
     def __init__(self, link: Link, peer: bytes, epoch: int, channel: Channel[Outgoing]) -> None:
         self._link = link
@@ -76,6 +78,8 @@ class Session:
         self.channel = channel
         self._queue: deque[Outgoing] = deque()
         self.queued_bytes = 0
+        self._burst: list[Outgoing] = []  # sent as far as the channel knows; leaves with this turn
+        self._burst_bytes = self._burst_last = 0
 
     def relink(self, link: Link) -> None:
         """Go on over a new socket to the same peer; what the old one lost is resent."""
@@ -173,6 +177,7 @@ class Session:
 
     def restart(self, limit_messages: int, limit_bytes: int, now: float) -> None:
         """The peer came back as a new incarnation: start over with what it has not acknowledged."""
+        self._burst.clear()  # the numbers are different now
         for sequence, message in self.channel.restart(limit_messages, limit_bytes, now):
             self._transmit(sequence, message)
         self.push(now)
@@ -183,9 +188,47 @@ class Session:
             if message.waiter is not None and not message.waiter.done():
                 message.waiter.set_exception(error)
         self._queue.clear()
+        self._burst.clear()
         self.queued_bytes = 0
 
     def _transmit(self, sequence: int, message: Outgoing) -> bool:
+        if sequence and burst.joinable(message.kind, message.size, message.frames):
+            self._join(sequence, message)
+            return True
+        if self._burst:
+            self._flush()
+        return self._send(sequence, message)
+
+    def _join(self, sequence: int, message: Outgoing) -> None:
+        """Let `message` leave together with those before it, if they belong to one burst."""
+        waiting = self._burst
+        if waiting and (
+            sequence != self._burst_last + 1
+            or message.kind != waiting[0].kind
+            or message.version != waiting[0].version
+            or self._burst_bytes + message.size > burst.BYTES
+            or len(waiting) == burst.MESSAGES
+        ):
+            self._flush()
+        if not self._burst:
+            self._burst_bytes = 0
+            self._link.flush_later(self._flush)
+        self._burst.append(message)
+        self._burst_bytes += message.size
+        self._burst_last = sequence
+
+    def _flush(self) -> None:
+        messages, self._burst = self._burst, []
+        if len(messages) == 1:
+            self._send(self._burst_last, messages[0])
+        elif messages:
+            meta, frames = burst.join([(message.meta, message.frames) for message in messages])
+            size, first = len(meta) + sum(map(len, frames)), messages[0]
+            count, version = len(messages), first.version
+            header = pack_fields(first.kind, count, version, self.epoch, self._burst_last, size)
+            self._link.send(self.peer, header, meta, frames)
+
+    def _send(self, sequence: int, message: Outgoing) -> bool:
         header = pack_fields(message.kind, 0, message.version, self.epoch, sequence, message.size)
         return self._link.send(self.peer, header, message.meta, message.frames)
 

@@ -11,6 +11,7 @@ import time
 from typing import Any, Protocol
 
 import msgspec
+from temper.common import burst
 from temper.common.credit import DELIVER, Channel
 from temper.common.errors import ConfigError, PeerLost, ProtocolError, TemperError
 from temper.common.keys import PeerKeys
@@ -148,7 +149,7 @@ class Side:
             self.session.acknowledge(time.monotonic())
 
     def _take(self, parts: list[Any]) -> int:
-        number, _, _, epoch, sequence, size = check(parts, 0)
+        number, flags, _, epoch, sequence, size = check(parts, 0)
         kind = check_kind(number, sequence, self.kind == "bulk")
         now = time.monotonic()
         if kind is Welcome:
@@ -159,13 +160,23 @@ class Side:
             return size  # left over from a broker that is gone
         elif kind is Ack:
             self.session.on_ack(decode(Ack, parts[1]), now)
-        elif sequence == 0 or self.session.channel.arrive(sequence, size) is DELIVER:
-            self.arrival = (epoch, sequence)
-            self._owner.handle(decode(kind, parts[1]), [memoryview(part) for part in parts[2:]])
-            if sequence and not (self._owner.hold_bulk and self.kind == "bulk"):
-                self.session.channel.acknowledge(sequence)
+        elif flags and sequence:
+            for at, (part, meta, frames) in enumerate(zip(*burst.divide(flags, number, parts[1:]), strict=True)):
+                if self._owner.over:
+                    break
+                self._handle(kind, sequence - flags + 1 + at, part, meta, frames)
+        else:
+            self._handle(kind, sequence, size, parts[1], parts[2:])
         self.heard_at = now
         return size
+
+    def _handle(self, kind: type[Body], sequence: int, size: int, meta: bytes, frames: list[Any]) -> None:
+        if sequence and self.session.channel.arrive(sequence, size) is not DELIVER:
+            return
+        self.arrival = (self.broker_epoch, sequence)
+        self._owner.handle(decode(kind, meta), [memoryview(frame) for frame in frames])
+        if sequence and not (self._owner.hold_bulk and self.kind == "bulk"):
+            self.session.channel.acknowledge(sequence)
 
     def _welcomed(self, welcome: Welcome, epoch: int, now: float) -> None:
         again = self.broker_epoch not in (0, epoch)

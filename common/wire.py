@@ -16,7 +16,7 @@ import msgspec
 from temper.common.errors import ProtocolError
 
 MAGIC = b"TMPR"
-PROTOCOL = 2
+PROTOCOL = 3
 META_LIMIT_BYTES = 64 * 1024
 FRAME_LIMIT = 64
 FRAME_LIMIT_BYTES = 16 * 1024 * 1024
@@ -33,6 +33,7 @@ Frame = bytes | bytearray | memoryview
 class Header:
     """The fixed part of a message.
 
+    ``flags`` are 0, or how many messages a burst holds (``burst``).
     ``sequence`` 0 marks a transient message (heartbeats, acks): never acknowledged, never resent.
     ``epoch`` is the sender's incarnation, drawn at random when its process starts.
     """

@@ -1,7 +1,9 @@
 """Light clients of a real broker, for its benchmarks: they speak the protocol and do nothing else, each in a process of its own.
 
-`actors` answers every lease at once with one message a sample, `learner` takes groups as they come and reports steps. Both keep
-credit and acknowledge; nothing is decoded beyond what that takes.
+`actors` answers every lease at once, `learner` takes groups as they come and reports steps. Both keep credit and acknowledge;
+nothing is decoded beyond what that takes. Samples go out in one of the two ways in which an actor's do: those of a lease that
+are finished together in one message (``actor.packing``), or each in a message of its own, and then the messages that wait
+for the socket leave joined, as ``session`` joins them.
 """
 
 from __future__ import annotations
@@ -9,11 +11,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
+from temper.common import burst
 from temper.common.arrays import pack_arrays
 from temper.common.schema import (
     Ack,
@@ -41,6 +46,7 @@ EPOCH = 9
 BEAT_S = 1.0
 STEPS_PER_CHECKPOINT = 8
 ACK_EVERY, ACK_BYTES = 16, 4 * 1024 * 1024
+MESSAGES_A_TURN = 64
 WINDOW_MESSAGES, WINDOW_BYTES = 4096, 64 * 1024 * 1024
 
 
@@ -51,6 +57,7 @@ class Line:
         self.sent = self.sent_bytes = self.acked = 0
         self.limit = self.limit_bytes = 0
         self.received = self.received_bytes = self.told = self.told_bytes = 0
+        self._came: deque[tuple[int, bytes]] = deque()
         self.socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.setsockopt(zmq.ROUTING_ID, routing_id())
@@ -66,29 +73,56 @@ class Line:
         meta = pack_meta(body)
         self.socket.send_multipart([pack_fields(body.KIND, 0, 0, EPOCH, 0, len(meta)), meta])
 
-    def send(self, kind: int, meta: bytes, frame: Any = None) -> None:
+    def send(self, kind: int, meta: bytes, frames: Sequence[Any] = ()) -> None:
         """Send a reliable message; the caller has seen to the credit."""
-        size = len(meta) + (len(frame) if frame is not None else 0)
+        size = len(meta) + sum(map(len, frames))
         self.sent += 1
         self.sent_bytes += size
-        self.socket.send(pack_fields(kind, 0, 0, EPOCH, self.sent, size), zmq.SNDMORE)
-        if frame is None:
-            self.socket.send(meta)
-        else:
-            self.socket.send(meta, zmq.SNDMORE)
-            self.socket.send(frame, copy=size < 65536)
+        header = pack_fields(kind, 0, 0, EPOCH, self.sent, size)
+        self.socket.send_multipart([header, meta, *frames], copy=size < 65536)
 
-    def room(self, size: int) -> bool:
-        return self.sent < self.limit and self.sent_bytes + size <= self.limit_bytes
+    def send_joined(self, kind: int, messages: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
+        """`send` for several small ones, as few as can be."""
+        run: list[tuple[bytes, Sequence[Any]]] = []
+        nbytes = 0
+        for message in messages:
+            size = len(message[0]) + sum(map(len, message[1]))
+            if nbytes + size > burst.BYTES or len(run) == burst.MESSAGES:
+                self._send_burst(kind, run, nbytes)
+                run, nbytes = [], 0
+            run.append(message)
+            nbytes += size
+        self._send_burst(kind, run, nbytes)
+
+    def _send_burst(self, kind: int, run: list[tuple[bytes, Sequence[Any]]], nbytes: int) -> None:
+        if len(run) < 2:
+            for meta, frames in run:
+                self.send(kind, meta, frames)
+            return
+        meta, joined = burst.join(run)
+        self.sent += len(run)
+        self.sent_bytes += nbytes
+        header = pack_fields(kind, len(run), 0, EPOCH, self.sent, len(meta) + sum(map(len, joined)))
+        self.socket.send_multipart([header, meta, *joined])
+
+    def room(self, messages: int, size: int) -> bool:
+        return self.sent + messages <= self.limit and self.sent_bytes + size <= self.limit_bytes
 
     def take(self, block: bool) -> tuple[int, bytes] | None:
         """(kind, meta) of the next message; (0, b"") for what concerns the line only. Acknowledges."""
+        if self._came:
+            return self._came.popleft()
         try:
             parts: list[Any] = self.socket.recv_multipart(0 if block else zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        kind, _, _, _, sequence, size = unpack_fields(parts[0].bytes)
+        kind, flags, _, _, sequence, size = unpack_fields(parts[0].bytes)
         meta = parts[1].bytes
+        if flags:
+            sizes, metas, _ = burst.divide(flags, kind, [part.bytes for part in parts[1:]])
+            self.received += flags - 1
+            size, meta = sum(sizes), metas[0]
+            self._came.extend((kind, other) for other in metas[1:])
         if kind in (Ack.KIND, Welcome.KIND):
             body: Any = unpack_meta(meta, Ack if kind == Ack.KIND else Welcome)
             self.limit, self.limit_bytes, self.acked = body.limit_messages, body.limit_bytes, body.received
@@ -114,71 +148,66 @@ class Line:
 
 
 class Payload:
-    """Messages of one sample with `nbytes` of arrays."""
+    """Messages of `together` samples with `nbytes` of arrays each."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, together: int = 1) -> None:
         self.tokens = max(nbytes // BYTES_PER_TOKEN, 2)
-        mask = np.ones(self.tokens, dtype=np.uint8)
-        mask[0] = 0
-        self.specs, frames = pack_arrays(
+        mask = np.ones((together, self.tokens), dtype=np.uint8)
+        mask[:, 0] = 0
+        total = together * self.tokens
+        specs, frames = pack_arrays(
             {
-                "tokens": np.arange(self.tokens, dtype=np.int32),
-                "behaviour_logprob": np.zeros(self.tokens, dtype=np.float32),
-                "loss_mask": mask,
-                "cu_seqlens": np.array([0, self.tokens], dtype=np.int64),
+                "tokens": np.arange(total, dtype=np.int32),
+                "behaviour_logprob": np.zeros(total, dtype=np.float32),
+                "loss_mask": mask.reshape(-1),
+                "cu_seqlens": np.arange(together + 1, dtype=np.int64) * self.tokens,
             }
         )
         self.frames = [bytes(frame) for frame in frames]
-        self._specs = msgspec.Raw(msgspec.msgpack.encode(self.specs))
+        self.together = together
+        self._specs = msgspec.Raw(msgspec.msgpack.encode(specs))
 
-    def meta(self, lease: Lease, index: int) -> bytes:
+    def meta(self, lease: Lease, indices: Sequence[int]) -> bytes:
         run = (LINEAGE, lease.min_version, self.tokens)
-        right = index & 1 == 1
-        sample = SampleMeta(index, "stop", float(right), right, {"exact": float(right)}, "ok", [run])
+        samples = [
+            SampleMeta(i, "stop", float(i & 1), i & 1 == 1, {"exact": float(i & 1)}, "ok", [run]) for i in indices
+        ]
         specs: Any = self._specs
-        return pack_meta(Samples(lease.lease_id, lease.attempt, lease.lineage, [sample], specs))
+        return pack_meta(Samples(lease.lease_id, lease.attempt, lease.lineage, samples, specs))
 
 
-def actors(folder: str, peers: int, slots: int, nbytes: int, rate: float) -> None:
-    """`peers` actors in this process; `rate` samples a second in all at most, 0: as fast as possible."""
-    payload = Payload(nbytes)
+def actors(folder: str, peers: int, slots: int, nbytes: int, together: int) -> None:
+    """`peers` actors in this process, as fast as they can, `together` samples a message (a lease's samples are a multiple)."""
+    payload = Payload(nbytes, together)
     lines = [Line(folder, "actor", f"actor-{os.getpid()}-{i}", slots) for i in range(peers)]
     poller = zmq.Poller()
     for line in lines:
         poller.register(line.socket, zmq.POLLIN)
     by_socket = {line.socket: line for line in lines}
-    waiting: dict[Line, list[tuple[Lease, int]]] = {line: [] for line in lines}
-    size = sum(map(len, payload.frames)) + 256
-    started, sent = time.monotonic(), 0
+    waiting: dict[Line, deque[tuple[Lease, Sequence[int]]]] = {line: deque() for line in lines}
+    size = sum(map(len, payload.frames)) + 256 * together
+    single = burst.joinable(Samples.KIND, size, payload.frames)
     while True:
-        busy = any(waiting.values())
-        for socket, _ in poller.poll(0 if busy and not rate else 20 if not busy else 1):
+        for socket, _ in poller.poll(0 if any(waiting.values()) else 20):
             line = by_socket[socket]
+            touches = []
             while (message := line.take(block=False)) is not None:
                 if message[0] == Lease.KIND:
                     lease = unpack_meta(message[1], Lease)
-                    line.send(Touch.KIND, pack_meta(Touch(lease.lease_id, lease.attempt)))
-                    waiting[line] += [(lease, index) for index in reversed(lease.indices)]
-        for line, samples in waiting.items():
-            for _ in range(64):
-                if not samples or not line.room(size) or (rate and sent > (time.monotonic() - started) * rate):
-                    break
-                lease, index = samples.pop()
-                if len(payload.frames) == 1:
-                    line.send(Samples.KIND, payload.meta(lease, index), payload.frames[0])
-                else:
-                    send_large(line, payload.meta(lease, index), payload.frames)
-                sent += 1
+                    touches.append((pack_meta(Touch(lease.lease_id, lease.attempt)), ()))
+                    for at in range(0, len(lease.indices), together):
+                        waiting[line].append((lease, lease.indices[at : at + together]))
+            line.send_joined(Touch.KIND, touches)
+        for line, due in waiting.items():
+            messages = []
+            while due and len(messages) < MESSAGES_A_TURN and line.room(len(messages) + 1, (len(messages) + 1) * size):
+                messages.append((payload.meta(*due.popleft()), payload.frames))
+            if single:
+                line.send_joined(Samples.KIND, messages)
+            else:
+                for meta, frames in messages:
+                    line.send(Samples.KIND, meta, frames)
             line.beat()
-
-
-def send_large(line: Line, meta: bytes, frames: list[bytes]) -> None:
-    """A sample whose arrays have a frame each."""
-    size = len(meta) + sum(map(len, frames))
-    line.sent += 1
-    line.sent_bytes += size
-    header = pack_fields(Samples.KIND, 0, 0, EPOCH, line.sent, size)
-    line.socket.send_multipart([header, meta, *frames], copy=False)
 
 
 def learner(folder: str, samples: int, report: Any) -> None:
@@ -241,7 +270,7 @@ def _id(meta: bytes) -> int:
 if __name__ == "__main__":
     role, folder, *rest = sys.argv[1:]
     if role == "actors":
-        actors(folder, int(rest[0]), int(rest[1]), int(rest[2]), float(rest[3]))
+        actors(folder, *map(int, rest))
     elif role == "stopped":
         stopped(folder)
     else:

@@ -21,6 +21,7 @@ import psutil
 
 CLIENTS = Path(__file__).with_name("_broker_clients.py")
 GROUPS_PER_STEP, SAMPLES_PER_GROUP, STALENESS = 32, 16, 4
+PEERS_A_PROCESS = 256
 RECIPE = f"""
 [run]
 name = "bench"
@@ -47,7 +48,7 @@ def wait_for(path: Path, child: subprocess.Popen[bytes], deadline_s: float = 30.
 
 
 @contextlib.contextmanager
-def serving(durability: str) -> Iterator[tuple[str, psutil.Process]]:
+def serving(durability: str, staleness: int = STALENESS) -> Iterator[tuple[str, psutil.Process]]:
     """A real broker: the folder of its sockets, its process."""
     with tempfile.TemporaryDirectory(prefix="bench") as folder:
         recipe = Path(folder) / "bench.toml"
@@ -57,6 +58,7 @@ def serving(durability: str) -> Iterator[tuple[str, psutil.Process]]:
             [
                 *(sys.executable, "-P", "-m", "temper.broker", str(recipe), "--run", f"{folder}/run"),
                 *("--bind", f"ipc://{address}", f"--run.durability={durability}"),
+                f"--pacing.max_staleness={staleness}",
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -89,11 +91,15 @@ def cpu_s(process: psutil.Process) -> float:
     return float(sum(process.cpu_times()[:2]))
 
 
-def measure(durability: str, samples: int, payload: int, peers: int = 4) -> dict[str, Any]:
-    """One row: `samples` of `payload` bytes from `peers` actors."""
-    with serving(durability) as (address, broker):
-        actors = ("actors", address, peers, max(640 // peers, 1), payload, 0)
-        with clients(("learner", address, samples), actors) as (learner, _):
+def measure(
+    durability: str, samples: int, payload: int, peers: int = 4, together: int = 1, staleness: int = STALENESS
+) -> dict[str, Any]:
+    """One row: `samples` of `payload` bytes from `peers` actors, `together` a message."""
+    leases = GROUPS_PER_STEP * (staleness + 1)
+    with serving(durability, staleness) as (address, broker):
+        apart = -(-peers // PEERS_A_PROCESS)
+        actors = ("actors", address, peers // apart, -(-leases // peers), payload, together)
+        with clients(("learner", address, samples), *[actors] * apart) as (learner, *_):
             assert learner.stdout is not None
             said = learner.stdout.readline()
             if said.strip() != "begin":
@@ -107,14 +113,15 @@ def measure(durability: str, samples: int, payload: int, peers: int = 4) -> dict
         "bytes": payload,
         "messages": count,
         "peers": peers,
+        "together": together,
         "cpu_us": round(used / count * 1e6, 2),
         "rate": round(count / float(seconds)),
     }
 
 
-def best(durability: str, samples: int, payload: int, repeat: int, peers: int = 4) -> dict[str, Any]:
+def best(durability: str, samples: int, payload: int, repeat: int, **options: int) -> dict[str, Any]:
     """The best of `repeat`: lowest CPU, highest rate."""
-    rounds = [measure(durability, samples, payload, peers) for _ in range(repeat)]
+    rounds = [measure(durability, samples, payload, **options) for _ in range(repeat)]
     least, most = min(row["cpu_us"] for row in rounds), max(row["rate"] for row in rounds)
     return {**rounds[0], "cpu_us": least, "rate": most, "mib_per_s": round(most * payload / 2**20, 1)}
 
@@ -123,7 +130,7 @@ def stopped(seconds: float, payload: int) -> dict[str, Any]:
     """Four actors push against a learner that takes nothing: the most memory that the broker had."""
     with (
         serving("full") as (address, broker),
-        clients(("stopped", address), *[("actors", address, 1, 160, payload, 0)] * 4),
+        clients(("stopped", address), *[("actors", address, 1, 160, payload, 1)] * 4),
     ):
         end, peak = time.monotonic() + seconds, 0
         while time.monotonic() < end:
@@ -136,7 +143,7 @@ def stopped(seconds: float, payload: int) -> dict[str, Any]:
 
 def idle(seconds: float) -> dict[str, Any]:
     """The share of a core that a broker takes with four actors that have nothing to do."""
-    with serving("full") as (address, broker), clients(("actors", address, 4, 1, 1024, 0)):
+    with serving("full") as (address, broker), clients(("actors", address, 4, 1, 1024, 1)):
         time.sleep(2.0)
         before, begun = cpu_s(broker), time.monotonic()
         time.sleep(seconds)

@@ -179,9 +179,10 @@ def intake() -> Callable[[bytes], None]:
     def target(data: bytes) -> None:
         reader = Reader(data)
         messages = [message(reader) for _ in range(reader.number(1) % 7)]
-        found = faults([(read(pack_meta(body)), frames) for body, frames in messages])
+        found = faults([read(pack_meta(body)) for body, _ in messages], [frames for _, frames in messages])
         good = []
-        for (body, frames), fault in zip(messages, found, strict=True):
+        for i, (body, frames) in enumerate(messages):
+            fault = found.get(i)
             try:
                 check(body, frames)
                 alone = ""
@@ -201,6 +202,7 @@ def intake() -> Callable[[bytes], None]:
 
 def router() -> Callable[[bytes], None]:
     """Target: sequences of messages from two hostile peers to a Router, with an honest one in between."""
+    from temper.common import burst
     from temper.common.pump import Delivery, Router
     from temper.common.schema import Hello, Samples, Touch, Welcome
     from temper.common.wire import HEADER_BYTES, encode, pack_fields, pack_meta
@@ -208,7 +210,16 @@ def router() -> Callable[[bytes], None]:
     honest, hostile = b"honest---", (b"hostile-1", b"hostile-2")
     hello = pack_meta(Hello("actor", "a", "s", limit_messages=64, limit_bytes=2**20))
     touch = pack_meta(Touch(1, 1))
-    bodies = [touch, hello, b"", b"\x90", b"\x94\x00\xcd\x04\x00\xce\x04\x00\x00\x00\xc2", b"\xdd\xff\xff\xff\xff"]
+    joined = burst.join([(touch, ()), (touch, [touch])])[0]
+    bodies = [
+        joined,
+        touch,
+        hello,
+        b"",
+        b"\x90",
+        b"\x94\x00\xcd\x04\x00\xce\x04\x00\x00\x00\xc2",
+        b"\xdd\xff\xff\xff\xff",
+    ]
     closed: list[bytes] = []
     loop = asyncio.new_event_loop()
     folder = tempfile.mkdtemp(prefix="fuzz")
@@ -238,7 +249,8 @@ def router() -> Callable[[bytes], None]:
         size = sum(map(len, parts))
         kind = [TOUCH, HELLO, 6, 4, 5, SAMPLES, 0, reader.number(1)][shape >> 3 & 7]
         sequence = [1, 2, 3, 0, 2**64 - 1, 1024, 1025, reader.number(2)][reader.number(1) & 7] if kind != HELLO else 0
-        header = pack_fields(kind, 0, 0, [EPOCH, EPOCH, EPOCH, 7][shape >> 6], sequence, size)
+        flags = reader.number(1) & 3 if kind in (TOUCH, SAMPLES) else 0
+        header = pack_fields(kind, flags, 0, [EPOCH, EPOCH, EPOCH, 7][shape >> 6], sequence, size)
         if shape == 255:
             header = reader.piece(HEADER_BYTES + 1)
         return [header, *parts]

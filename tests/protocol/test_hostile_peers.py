@@ -11,6 +11,7 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from temper.common import burst
 from temper.common.credit import WINDOW_MESSAGES
 from temper.common.errors import ConfigError, PeerLost, ProtocolError
 from temper.common.link import Link
@@ -95,6 +96,12 @@ VIOLATIONS = {
         "frames, expected",
     ),
     "large meta": ([pack_header(Header(17, epoch=9, sequence=1, size=70_000)), bytes(70_000)], "meta of 70000 bytes"),
+    "flags": (encode(5, pack_meta(Goodbye(0, "")), flags=2, epoch=9, sequence=2), "flags 2 on a Goodbye"),
+    "burst": (encode(17, GOOD, flags=2, epoch=9, sequence=2), "a burst of 2 messages"),
+    "burst from before the first": (
+        encode(17, burst.join([(GOOD, ()), (GOOD, ())])[0], flags=2, epoch=9, sequence=1),
+        "ends with message 1",
+    ),
     "acknowledged too much": (encode(6, pack_meta(Ack(5, 1, 1)), epoch=9), "acknowledged message 5"),
     "acknowledged less than nothing": (encode(6, pack_meta(Ack(-1, 1, 1)), epoch=9), "acknowledged message -1"),
 }

@@ -274,8 +274,10 @@ WRONG: list[dict[str, Any]] = [
 @given(st.lists(st.one_of(st.integers(2, 40), st.sampled_from(WRONG)), max_size=12))
 def test_many_messages_at_once_are_judged_as_each_alone(kinds: list[Any]) -> None:
     made = [one(kind) if isinstance(kind, int) else one(6, kind) for kind in kinds]
-    found = intake.faults([read(*each) for each in made])
-    for kind, (samples, values), fault in zip(kinds, made, found, strict=True):
+    messages = [read(*each) for each in made]
+    found = intake.faults([body for body, _ in messages], [frames for _, frames in messages])
+    for i, (kind, (samples, values)) in enumerate(zip(kinds, made, strict=True)):
+        fault = found.get(i)
         specs, frames = pack_arrays(values)
         body = schema.Samples(7, 1, 1, samples, specs)
         if isinstance(kind, int):
