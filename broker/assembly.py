@@ -28,14 +28,14 @@ def build_group(
     record: LeaseRecord, messages: Sequence[Message], lineage: int, void: str | None
 ) -> tuple[Group, list[Any]]:
     """The message and its frames. Samples that infrastructure lost are not in it. Unsendable if it fits no message."""
-    parts = list(messages)
+    parts: Sequence[Message] = messages
     facts: list[Any] = []
     frames = _frames(parts)
     if len(frames) > FRAME_LIMIT:
         parts = _merge(parts)
         frames = _frames(parts)
     raws = [msgspec.Raw(meta) for meta, _ in parts]
-    if sum(len(meta) for meta, _ in parts) > META_ROOM_BYTES:
+    if sum([len(meta) for meta, _ in parts]) > META_ROOM_BYTES:
         encoded = memoryview(msgspec.msgpack.encode(raws))
         facts = [encoded[at : at + FRAME_LIMIT_BYTES] for at in range(0, len(encoded), FRAME_LIMIT_BYTES)]
         raws = []
@@ -62,6 +62,9 @@ def _shared(frames: Sequence[Any]) -> bool:
 
 
 def _frames(parts: Sequence[Message]) -> list[Any]:
+    alone = [frames[0] for _, frames in parts if len(frames) == 1 and type(frames[0]) is bytes]
+    if len(alone) == len(parts) and sum(map(len, alone)) <= FRAME_LIMIT_BYTES:
+        return [b"".join(alone)] if alone else []  # what `join` makes of the usual
     return join([(_shared(frames), frames) for _, frames in parts])
 
 

@@ -59,7 +59,7 @@ class Attempts:
         followed: list[Action] = []
         found: list[Action] = []
         self.ended = False
-        leases, groups = self.run.leases.leases, self.run.groups
+        leases, groups, dirty = self.run.leases.leases, self.run.groups.groups, self.run.groups.dirty
         for event in arrivals:
             samples, lease_id = event.samples, event.lease_id
             record = leases.get(lease_id)
@@ -74,7 +74,8 @@ class Attempts:
                 and len(have) + 1 < record.size
             ):
                 have.add(index)
-                groups.add(lease_id, samples, event.nbytes)
+                group = dirty[lease_id] = groups[lease_id]
+                group.add(samples, event.nbytes)
                 found.append(Store(lease_id, (index,)))
             else:
                 found.append(self._samples(event, followed))

@@ -39,8 +39,8 @@ class GroupRecord:
     def add(self, samples: Sequence[SampleMeta], nbytes: int) -> None:
         """Count accepted samples in."""
         self.nbytes += nbytes
+        self.samples += len(samples)
         for sample in samples:
-            self.samples += 1
             if sample.reward is not None:
                 self.scored += 1
             if sample.correct is True:

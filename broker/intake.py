@@ -20,8 +20,6 @@ from temper.common.arrays import packed_bytes, spec_bytes
 from temper.common.errors import ProtocolError
 from temper.common.schema import ArraySpec, SampleMeta, Samples
 
-FEW = 3
-"""Up to here each message alone is faster."""
 LAYOUTS, LAYOUT_BYTES = 8192, 512
 USUAL = {"tokens": "int32", "behaviour_logprob": "float32", "loss_mask": "uint8", "cu_seqlens": "int64"}
 
@@ -37,15 +35,25 @@ class Intake(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Layout(msgspec.Struct, frozen=True, gc=False):
-    """Where things lie in the one frame of a message with a single sample: (begin, end) in bytes."""
+    """Where things lie in the frames of a message: (frame, begin, end) in bytes."""
 
-    nbytes: int
+    nbytes: tuple[int, ...]  # of the frames
+    samples: int
+    tokens: tuple[int, int, int]
+    logprob: tuple[int, int, int]
+    mask: tuple[int, int, int]
+    cu: tuple[int, int, int]
     count: int  # tokens
-    tokens: tuple[int, int]
-    logprob: tuple[int, int]
-    mask: tuple[int, int]
-    cu: tuple[int, int]
-    starts: bytes  # what cu_seqlens must hold
+    starts: bytes  # what cu_seqlens must hold if there is one sample
+
+
+class Values(msgspec.Struct, gc=False):
+    """What is looked at together, of all usual messages."""
+
+    tokens: list[bytes]
+    logprobs: list[bytes]
+    masks: list[bytes]
+    facts: list[float]
 
 
 _decode = msgspec.msgpack.Decoder(Intake).decode
@@ -70,67 +78,100 @@ def _whole(body: Intake) -> Samples:
 
 
 def _layout(encoded: bytes) -> Layout | None:
-    """The layout that an encoded description means, None unless it is the usual one for a single small sample."""
+    """The layout that an encoded description means, None unless it is the usual one."""
     try:
         specs = _specs(encoded)
-        size = packed_bytes(specs)
+        packed = packed_bytes(specs)
+        sizes = [spec_bytes(spec) for spec in specs]
     except (msgspec.DecodeError, ValueError, RecursionError, ProtocolError):
         return None  # `check` says what is wrong
-    if not size or {spec.name: spec.dtype for spec in specs} != USUAL or len(specs) != len(USUAL):
+    if {spec.name: spec.dtype for spec in specs} != USUAL or len(specs) != len(USUAL):
         return None
     places, at = {}, 0
-    for spec in specs:
-        length = spec_bytes(spec)
-        places[spec.name] = (at, at + length)
-        at += (length + 7) & -8
+    for i, (spec, size) in enumerate(zip(specs, sizes, strict=True)):
+        places[spec.name] = (0, at, at + size) if packed else (i, 0, size)
+        at += (size + 7) & -8
     shapes = {spec.name: spec.shape for spec in specs}
-    (count, *more) = shapes["tokens"] or (0,)
+    (count, *more), (starts, *others) = shapes["tokens"] or (0,), shapes["cu_seqlens"] or (0,)
     one = (count,)
-    if more or count < 2 or shapes["behaviour_logprob"] != one or shapes["loss_mask"] != one:
-        return None
-    if shapes["cu_seqlens"] != (2,):
+    if more or others or count < 2 or starts < 2 or shapes["behaviour_logprob"] != one or shapes["loss_mask"] != one:
         return None
     tokens, logprob, mask, cu = (places[name] for name in USUAL)
-    return Layout(size, count, tokens, logprob, mask, cu, struct.pack("<qq", 0, count))
+    nbytes = (packed,) if packed else tuple(sizes)
+    return Layout(nbytes, starts - 1, tokens, logprob, mask, cu, count, struct.pack("<qq", 0, count))
 
 
-def _usual(body: Intake, frames: Sequence[Any]) -> Layout | None:
-    """The layout of a message that is as it should be apart from the values in its arrays; None if it must be looked at."""
+def _usual(body: Intake, frames: Sequence[Any], values: Values) -> bool:
+    """Whether a message is as it should be apart from the `values` in it, which are added to the others'."""
     encoded = bytes(body.arrays)
     try:
         layout = _layouts[encoded]
     except KeyError:
         if len(encoded) > LAYOUT_BYTES:
-            return None
+            return False
         if len(_layouts) >= LAYOUTS:
             _layouts.clear()
         layout = _layouts[encoded] = _layout(encoded)
-    if layout is None or len(frames) != 1 or len(body.samples) != 1:
-        return None
-    frame = frames[0]
-    if type(frame) is not bytes or len(frame) != layout.nbytes or frame[layout.mask[0]]:
-        return None
-    meta = body.samples[0]
-    runs = meta.version_runs
-    if (
-        len(runs) != 1
-        or runs[0][2] != layout.count
-        or meta.step_rewards
-        or not frame.startswith(layout.starts, layout.cu[0])
-    ):
-        return None
-    return layout
+    samples = body.samples
+    if layout is None or len(samples) != layout.samples or len(frames) != len(layout.nbytes):
+        return False
+    for frame, size in zip(frames, layout.nbytes, strict=True):
+        if type(frame) is not bytes or len(frame) != size:
+            return False
+    facts = values.facts
+    of, mask_at, mask_end = layout.mask
+    masks = frames[of]
+    cu_of, cu_at, _ = layout.cu
+    if layout.samples == 1:
+        meta = samples[0]
+        runs = meta.version_runs
+        if (
+            masks[mask_at]
+            or len(runs) != 1
+            or runs[0][2] != layout.count
+            or meta.step_rewards
+            or not frames[cu_of].startswith(layout.starts, cu_at)
+        ):
+            return False
+        facts += meta.components.values()
+        if meta.reward is not None:
+            facts.append(meta.reward)
+    else:
+        starts = struct.unpack_from(f"<{layout.samples + 1}q", frames[cu_of], cu_at)
+        if starts[0] != 0 or starts[-1] != layout.count:
+            return False
+        begin = 0
+        for meta, end in zip(samples, starts[1:], strict=True):
+            runs = meta.version_runs
+            if (
+                not begin + 2 <= end <= layout.count
+                or masks[mask_at + begin]
+                or len(runs) != 1
+                or runs[0][2] != end - begin
+                or meta.step_rewards
+            ):
+                return False
+            facts += meta.components.values()
+            if meta.reward is not None:
+                facts.append(meta.reward)
+            begin = end
+    values.masks.append(masks[mask_at:mask_end])
+    of, begin, end = layout.tokens
+    values.tokens.append(frames[of][begin:end])
+    of, begin, end = layout.logprob
+    values.logprobs.append(frames[of][begin:end])
+    return True
 
 
-def _values_are_fine(tokens: list[bytes], logprobs: list[bytes], masks: list[bytes], facts: list[float]) -> bool:
+def _are_fine(values: Values) -> bool:
     """Whether all ids are there, all masks 0 or 1, all log-probabilities finite and (everywhere, to be quick) at most 0, all
     rewards and components finite."""
-    values = np.frombuffer(b"".join(logprobs), "<f4")
-    return all(map(isfinite, facts)) and bool(
-        np.frombuffer(b"".join(tokens), "<i4").min() >= 0
-        and np.frombuffer(b"".join(masks), np.uint8).max() <= 1
-        and values.min() > -inf
-        and values.max() <= LOGPROB_SLACK
+    logprobs = np.frombuffer(b"".join(values.logprobs), "<f4")
+    return all(map(isfinite, values.facts)) and bool(
+        np.minimum.reduce(np.frombuffer(b"".join(values.tokens), "<i4")) >= 0
+        and np.maximum.reduce(np.frombuffer(b"".join(values.masks), np.uint8)) <= 1
+        and np.minimum.reduce(logprobs) > -inf
+        and np.maximum.reduce(logprobs) <= LOGPROB_SLACK
     )
 
 
@@ -149,29 +190,12 @@ def faults(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> dict[in
     """What is wrong with messages, by their place; nothing with those that are not in it. See ``validate`` for the two
     kinds of wrong."""
     found: dict[int, Fault] = {}
-    looked_at: Sequence[int] = range(len(bodies))
-    if len(bodies) > FEW:
-        looked_at, quick = [], []
-        tokens, logprobs, masks = [], [], []
-        facts: list[float] = []
-        for i, body in enumerate(bodies):
-            layout = _usual(body, frames[i])
-            if layout is None:
-                looked_at.append(i)
-                continue
-            frame, meta = frames[i][0], body.samples[0]
-            begin, end = layout.tokens
-            tokens.append(frame[begin:end])
-            begin, end = layout.logprob
-            logprobs.append(frame[begin:end])
-            begin, end = layout.mask
-            masks.append(frame[begin:end])
-            facts += meta.components.values()
-            if meta.reward is not None:
-                facts.append(meta.reward)
-            quick.append(i)
-        if quick and not _values_are_fine(tokens, logprobs, masks, facts):
-            looked_at += quick
+    values = Values([], [], [], [])
+    looked_at, quick = [], []
+    for i, body in enumerate(bodies):
+        (quick if _usual(body, frames[i], values) else looked_at).append(i)
+    if quick and not _are_fine(values):
+        looked_at += quick
     for i in looked_at:
         fault = _fault(bodies[i], frames[i])
         if fault is not None:
