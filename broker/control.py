@@ -180,16 +180,10 @@ class ControlDesk:
     def _take_samples(self, keys: list[str], run: list[Delivery]) -> None:
         """Samples in the order in which they came, and whose they are: read, check, decide and keep as many as possible at
         once."""
-        bodies: list[intake.Intake] = []
-        unread: list[int] = []
-        for i, delivery in enumerate(run):
-            try:
-                bodies.append(intake.read(delivery.raw_meta))
-            except ProtocolError as error:
-                unread.append(i)
-                self._refuse(delivery.peer, error)
-        for i in reversed(unread):
-            del run[i], keys[i]
+        try:
+            bodies = intake.read_all([delivery.raw_meta for delivery in run])
+        except ProtocolError:
+            run, keys, bodies = self._readable(run, keys)
         faults = intake.faults(bodies, [delivery.frames for delivery in run])
         begin = 0
         for i in sorted(faults):
@@ -201,6 +195,16 @@ class ControlDesk:
             else:
                 self._refuse(run[i].peer, fault)
         self._keep(keys[begin:], run[begin:], bodies[begin:])
+
+    def _readable(self, run: list[Delivery], keys: list[str]) -> tuple[list[Delivery], list[str], list[intake.Intake]]:
+        """What of a run can be read; who sent the rest is refused."""
+        read: list[tuple[Delivery, str, intake.Intake]] = []
+        for delivery, key in zip(run, keys, strict=True):
+            try:
+                read.append((delivery, key, intake.read(delivery.raw_meta)))
+            except ProtocolError as error:
+                self._refuse(delivery.peer, error)
+        return [each[0] for each in read], [each[1] for each in read], [each[2] for each in read]
 
     def _give_back(self, key: str, body: intake.Intake, fault: BadSamples) -> None:
         """Samples that no learner could use: the attempt is refused, and counts against the task."""

@@ -7,7 +7,6 @@ changes to the ledger, and then carries the actions out, in order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 from temper.common.schema import Body, JobDone, Lease, Role, SampleMeta
@@ -18,8 +17,7 @@ PeerKey = str
 # ---------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(msgspec.Struct, frozen=True, gc=False):
     """A peer said HELLO and was welcomed. `slots`: leases or jobs it takes at once.
 
     `returning`: it knew an earlier incarnation of this broker, and will say what it still holds. `ready`: it can work
@@ -34,8 +32,7 @@ class Joined:
     ready: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(msgspec.Struct, frozen=True, gc=False):
     """A peer is gone: Goodbye, silence, or malformed input. What it held goes out again.
 
     `clean`: it said goodbye with exit code 0, so what it held is not held against anybody.
@@ -46,21 +43,18 @@ class Left:
     clean: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Availability:
+class Availability(msgspec.Struct, frozen=True, gc=False):
     """A peer began to drain or its engine is down (it gets nothing new), or it takes work (again)."""
 
     peer: PeerKey
     draining: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Closing:
+class Closing(msgspec.Struct, frozen=True, gc=False):
     """The broker itself drains: nothing new goes out; what returns stays."""
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True, gc=False):
     """A message of `peer` that steers the run: everything of the schema except `Samples`."""
 
     peer: PeerKey
@@ -78,22 +72,19 @@ class SamplesArrived(msgspec.Struct, frozen=True, gc=False):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class SamplesBatch:
+class SamplesBatch(msgspec.Struct, frozen=True, gc=False):
     """Several of them, one after another. The first actions are what becomes of each, in order; then come the others."""
 
     arrivals: Sequence[SamplesArrived]
 
 
-@dataclass(frozen=True, slots=True)
-class Unsendable:
+class Unsendable(msgspec.Struct, frozen=True, gc=False):
     """A group that was to be delivered fits no message."""
 
     group_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True, gc=False):
     """Time has passed: deadlines are looked at."""
 
 
@@ -102,8 +93,7 @@ Event = Joined | Left | Availability | Closing | Received | SamplesArrived | Sam
 # ---------------------------------------------------------------- actions
 
 
-@dataclass(frozen=True, slots=True)
-class SendLease:
+class SendLease(msgspec.Struct, frozen=True, gc=False):
     """Send `lease` to `peer`."""
 
     peer: PeerKey
@@ -124,8 +114,7 @@ class Ignore(msgspec.Struct, frozen=True, gc=False):
     indices: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseAttempt:
+class RefuseAttempt(msgspec.Struct, frozen=True, gc=False):
     """Tell `peer` to stop working on an attempt (SampleRefused); what it sent for it is not taken."""
 
     peer: PeerKey
@@ -134,8 +123,7 @@ class RefuseAttempt:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True, gc=False):
     """Send the group to the learner. `void` is set for evaluation groups that end void; `filled` samples are missing."""
 
     peer: PeerKey
@@ -143,8 +131,7 @@ class Deliver:
     void: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RefusePeer:
+class RefusePeer(msgspec.Struct, frozen=True, gc=False):
     """Close `peer` with a typed error; no other peer is touched."""
 
     peer: PeerKey
@@ -152,40 +139,35 @@ class RefusePeer:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class AssignJob:
+class AssignJob(msgspec.Struct, frozen=True, gc=False):
     """Send the job's frames to this worker."""
 
     worker: PeerKey
     job_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class CancelJob:
+class CancelJob(msgspec.Struct, frozen=True, gc=False):
     """Tell the worker to kill the job."""
 
     worker: PeerKey
     job_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class EndSession:
+class EndSession(msgspec.Struct, frozen=True, gc=False):
     """Tell the worker that nobody needs the session any more."""
 
     worker: PeerKey
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardVerdict:
+class ForwardVerdict(msgspec.Struct, frozen=True, gc=False):
     """Send the verdict just received to the requester."""
 
     requester: PeerKey
     done: JobDone
 
 
-@dataclass(frozen=True, slots=True)
-class FailJob:
+class FailJob(msgspec.Struct, frozen=True, gc=False):
     """Send the requester an `infra` verdict with this reason: no worker will finish the job."""
 
     requester: PeerKey
@@ -193,46 +175,40 @@ class FailJob:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class DropJob:
+class DropJob(msgspec.Struct, frozen=True, gc=False):
     """Nothing needs the job's frames any more."""
 
     job_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True, gc=False):
     """The run cannot go on: tell the learner (RunFailed), or end the broker when there is none."""
 
     reason: str
     exit_code: int
 
 
-@dataclass(frozen=True, slots=True)
-class Inform:
+class Inform(msgspec.Struct, frozen=True, gc=False):
     """Tell the learner what went wrong with those who sample (Trouble)."""
 
     learner: PeerKey
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True, gc=False):
     """The run is over: drain everybody, then exit with this code."""
 
     reason: str
     exit_code: int
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True, gc=False):
     """Payloads of these groups are not needed any more, whatever happens."""
 
     group_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True, gc=False):
     """A line for the log."""
 
     text: str

@@ -10,17 +10,16 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 from temper.common.schema import Lane, SampleMeta
 
 GroupStateName = Literal["assembling", "queued", "leased", "trained", "void", "reported"]
 ACTIVE = ("assembling", "queued", "leased")
 
 
-@dataclass(slots=True)
-class GroupRecord:
+class GroupRecord(msgspec.Struct, gc=False):
     """One group. `order` is its place in the queue (its first time complete), `version` that of its training step."""
 
     group_id: int

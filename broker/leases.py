@@ -12,9 +12,9 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 from temper.broker.events import PeerKey
 from temper.common.schema import Lane
 
@@ -22,8 +22,7 @@ LeaseState = Literal["in flight", "accepted", "quarantined", "cancelled"]
 AttemptState = Literal["none", "out", "returned", "expired", "done"]
 
 
-@dataclass(slots=True)
-class LeaseRecord:
+class LeaseRecord(msgspec.Struct, gc=False):
     """One lease. `attempt` is the last token given out; `have` the indices accepted; `filled` those that
     infrastructure lost for good."""
 
@@ -42,7 +41,7 @@ class LeaseRecord:
     min_version: int = 0
     touched: bool = False
     deadline: float = math.inf
-    have: set[int] = field(default_factory=set)
+    have: set[int] = msgspec.field(default_factory=set)
     filled: tuple[int, ...] = ()
     task_failures: int = 0
     infra_failures: int = 0

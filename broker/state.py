@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,8 +19,7 @@ from temper.common.schema import Lane
 LANE_OF_PHASE: dict[str, Lane] = {"warm": "demo", "train": "train"}
 
 
-@dataclass(slots=True)
-class PeerRecord:
+class PeerRecord(msgspec.Struct):
     """A peer that is there. `joined` orders peers by arrival.
 
     `draining`: gets nothing new (it leaves, or it is not ready). `returning`: it knew an earlier incarnation of this

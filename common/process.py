@@ -77,10 +77,11 @@ def report(role: str, error: BaseException) -> int:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection inside: for loading much at once."""
+    """No garbage collection inside, and none ever of what was made there: for loading much at once."""
     gc.disable()
     try:
         yield
+        gc.freeze()
     finally:
         gc.enable()
 

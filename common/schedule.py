@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from temper.common.domains import derive_seed
 from temper.common.schema import Lane
 
@@ -22,8 +22,7 @@ FIRST_LEASE_ID: Mapping[str, int] = {"train": 0, "demo": 1 << 60, "eval": 1 << 6
 """Lease ids of a lane count up from here; within a lane the id is the order of creation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(msgspec.Struct, frozen=True, gc=False):
     """What a new lease is about."""
 
     lease_id: int
@@ -44,12 +43,21 @@ def pick(credit: Mapping[str, float], shares: Mapping[str, float]) -> tuple[str,
     Returns the chosen name and the new credit. Shares need not sum to one; names with a share of 0 are never chosen.
     ValueError when no share is positive and finite.
     """
+    return _turn(credit, _portions(shares))
+
+
+def _portions(shares: Mapping[str, float]) -> dict[str, float]:
+    """What each usable share is of all of them, in name order."""
     usable = {name: share for name, share in sorted(shares.items()) if math.isfinite(share) and share > 0}
     total = sum(usable.values())
     if not usable:
         raise ValueError(f"no domain has a positive share: {dict(shares)}")
-    after = {name: credit.get(name, 0.0) + share / total for name, share in usable.items()}
-    chosen = max(after, key=lambda name: after[name])  # the first in name order wins a tie
+    return {name: share / total for name, share in usable.items()}
+
+
+def _turn(credit: Mapping[str, float], portions: Mapping[str, float]) -> tuple[str, dict[str, float]]:
+    after = {name: credit.get(name, 0.0) + portion for name, portion in portions.items()}
+    chosen = max(after, key=after.__getitem__)  # the first in name order wins a tie
     after[chosen] -= 1.0
     return chosen, after
 
@@ -61,11 +69,15 @@ class Schedule:
         self.run_seed = run_seed
         self._next: dict[str, int] = dict(FIRST_LEASE_ID)
         self._credit: dict[str, dict[str, float]] = {}
+        self._shares: Mapping[str, tuple[int, float]] = {}  # of the last lease, and what they come to
+        self._portions: dict[str, float] = {}
 
     def next(self, lane: Lane, shares: Mapping[str, tuple[int, float]]) -> Assignment:
         """The next lease of the train or demo lane; `shares` as in `Phase`: domain -> (level, share)."""
-        weights = {name: share for name, (_, share) in shares.items()}
-        domain, self._credit[lane] = pick(self._credit.get(lane, {}), weights)
+        if shares != self._shares or not self._portions:
+            self._portions = _portions({name: share for name, (_, share) in shares.items()})
+            self._shares = dict(shares)
+        domain, self._credit[lane] = _turn(self._credit.get(lane, {}), self._portions)
         lease_id = self._take(lane)
         return Assignment(lease_id, domain, shares[domain][0], derive_seed(self.run_seed, lane, domain, lease_id))
 

@@ -10,9 +10,10 @@ import random
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from temper.broker import events as ev
 from temper.broker.core import BrokerCore
@@ -583,11 +584,10 @@ class Persistent:
         core.load(restored.state, restored.leases, restored.groups, self.sim.now)
         assert json.dumps(core.save()) == json.dumps(old.save())
         assert core.groups.active == {lane: ids for lane, ids in old.groups.active.items() if ids}
-        assert {i: asdict(g) for i, g in core.groups.groups.items()} == {
-            i: asdict(g) for i, g in old.groups.groups.items()
-        }
+        assert core.groups.groups == old.groups.groups
         for lease_id, lease in core.leases.leases.items():
-            assert asdict(replace(lease, deadline=0.0)) == asdict(replace(old.leases.leases[lease_id], deadline=0.0))
+            changed = [msgspec.structs.replace(each, deadline=0.0) for each in (lease, old.leases.leases[lease_id])]
+            assert changed[0] == changed[1]
         sim, actions = self.sim, list[ev.Action]()
 
         def tell(event: ev.Event) -> None:
