@@ -199,7 +199,8 @@ def faults(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> dict[in
     kinds of wrong."""
     found: dict[int, Fault] = {}
     values = Values([], [], [], [])
-    looked_at, quick = [], []
+    looked_at: list[int] = []
+    quick: list[int] = []
     for i, body in enumerate(bodies):
         own, samples = frames[i], body.samples
         layout = _layouts.get(bytes(body.arrays))
