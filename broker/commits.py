@@ -1,9 +1,10 @@
 """Group commit off the event loop: what is told comes after what is written, in the order in which it was decided.
 
 A `Turn` is what some loop turns brought: acknowledgements owed and actions to carry out. With durability "full" a turn that
-changed the books is handed to a thread, which waits for the disk; what comes meanwhile, and within a few milliseconds
-of the last transaction's beginning, joins the next turn: a transaction costs about the same however many samples it holds. `perform` is
-called, on the loop, once a turn is durable, one turn after another. With durability "memory" it is called at once.
+changed the books is handed to a thread, which waits for the disk; what comes meanwhile, and within a few milliseconds of the
+last transaction's beginning, joins the next turn: a transaction costs about the same however many samples it holds.
+`perform` is called, on the loop, once a turn is durable, one turn after another. With durability "memory" it is called at
+once.
 A ledger that cannot be written stops everything: nothing of the failed turn, nor of a later one, is ever performed.
 """
 
