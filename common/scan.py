@@ -12,7 +12,7 @@ import threading
 import numpy as np
 from temper.common.float_bits import class_shift
 
-BLOCK = 1 << 16  # values
+BLOCK = 1 << 17  # values
 DENSE = 0.09  # share of set flags from which they are looked for one by one
 _WORD = np.dtype("<u8")
 
