@@ -190,20 +190,23 @@ class Line:
 
 
 def produce(folder: str, plain: bool, messages: int, size: int, peers: int, rate: float) -> None:
-    """Send `messages` of `size` bytes over `peers` connections, one by one at `rate` a second, or (0) as fast as possible,
-    `TURN` at a time on each connection."""
+    """Send `messages` of `size` bytes over `peers` connections: what is due at `rate` a second, or (0) as fast as possible;
+    at most `TURN` at a time on each connection."""
     lines = [Line(folder, "actor", plain) for _ in range(peers)]
     filler = os.urandom(max(size - 8, 0))
     print("ready", flush=True)
     sys.stdin.readline()
     started = time.perf_counter()
-    step = 1 if rate else TURN
-    for number in range(0, messages, step):
-        if rate:
-            while (early_s := started + number / rate - time.perf_counter()) > 0:
-                time.sleep(early_s)
+    number = turn = 0
+    while number < messages:
+        due = messages
+        while rate and (due := int((time.perf_counter() - started) * rate)) <= number:
+            time.sleep(1 / rate)
+        count = min(TURN, due - number, messages - number)
         payload = time.monotonic_ns().to_bytes(8, "little") + filler
-        lines[number // step % peers].send([payload] * min(step, messages - number))
+        lines[turn % peers].send([payload] * count)
+        number += count
+        turn += 1
     print("sent", flush=True)
     sys.stdin.readline()
     os._exit(0)
