@@ -25,11 +25,13 @@ def main(argv: Sequence[str]) -> int:
         "--connect-timeout", type=float, default=300.0, metavar="SECONDS", help="how long to wait for the broker (300)"
     )
     options = parser.parse_args(argv)
+    from temper.common.process import report, share_memory_between_threads
+
+    share_memory_between_threads()
     from temper.actor.daemon import ActorDaemon
     from temper.actor.host import load_host
     from temper.common.daemon import run_daemon
     from temper.common.errors import TemperError
-    from temper.common.process import report
 
     role = "eval" if options.lane == "eval" else "actor"
     try:

@@ -129,6 +129,7 @@ def sampling_params(lease: Lease, text: Text, recipe: Recipe) -> SamplingParams:
         min_p=0.0 if eval_lane else s.min_p,
         max_new_tokens=own.max_new_tokens,
         stop_token_ids=text.stop_ids(own.stop),
+        lines=text.lines() if own.stop_unindented else None,
     )
     return replace(
         params,

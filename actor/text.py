@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from temper.actor.engines.lines import TokenLines
 from temper.common.errors import ConfigError
 from temper.common.model_files import end_ids, object_in
 from tokenizers import Tokenizer
@@ -37,6 +38,8 @@ class Text:
         self._settings = object_in(files, "tokenizer_config.json")
         self.eos_ids = end_ids(files)
         self._template = self._compile(files)
+        self._ids = max(int(object_in(files, "config.json").get("vocab_size") or 0), self._tokenizer.get_vocab_size())
+        self._lines: TokenLines | None = None
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of `text`; `special` adds what the tokenizer puts around a whole document (usually a bos)."""
@@ -81,6 +84,18 @@ class Text:
                 raise ConfigError(f"sampling.stop {text!r} is {len(ids)} tokens of this model, expected a single one")
             found += [ids[0]] if ids[0] not in found else []
         return tuple(found)
+
+    def lines(self) -> TokenLines:
+        """Where the lines of every token's text begin and end; made when first asked for.
+
+        A token's text is what it adds behind another one: alone, some tokenizers' tokens lose their leading space.
+        """
+        if self._lines is None:
+            anchor = self.encode("a")[-1:]
+            begin = len(self.decode(anchor))
+            texts = self._tokenizer.decode_batch([[*anchor, token] for token in range(self._ids)])
+            self._lines = TokenLines.of([text[begin:] for text in texts])
+        return self._lines
 
     def _compile(self, files: Mapping[str, bytes]) -> jinja2.Template | None:
         if "chat_template.jinja" in files:

@@ -15,9 +15,11 @@ from temper.actor.weights import WeightClient
 from temper.common.delta import DeltaError, StagedUpdate
 from temper.common.errors import EngineError, PeerLost
 from temper.common.log import log
+from temper.common.process import give_memory_back
 from temper.common.schema import Lease, Version
 
 FAILURES_IN_A_ROW = 3
+LARGE_BYTES = 64 << 20  # an update of this size leaves enough behind to be worth the time that giving it back takes
 
 
 class Versions:
@@ -80,5 +82,7 @@ class Versions:
             return
         self._failures = 0
         self._on_commit(update.version)
+        if update.nbytes >= LARGE_BYTES:
+            await asyncio.to_thread(give_memory_back)  # of the chunks, and what was made of them
         async with self._changed:
             self._changed.notify_all()

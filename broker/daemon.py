@@ -29,6 +29,7 @@ from temper.common.peer_daemon import metrics_of
 from temper.common.process import uncollected
 from temper.common.pump import PeerId, Router
 from temper.common.recipe import to_json
+from temper.common.recipe_derived import leases_held
 from temper.common.reports import PeerStatus, encode
 from temper.common.schema import Hello, Refused, Role, Welcome
 
@@ -219,7 +220,7 @@ class Broker(Daemon):
             if hello.role == "status":
                 continue
             log(f"{hello.role} {hello.name} joined (pid {hello.pid} on {hello.host or 'this host'})")
-            slots = hello.slots or (self.recipe.engine.leases_in_flight if hello.role in ("actor", "eval") else 0)
+            slots = hello.slots or leases_held(self.recipe, hello.role)
             self.control.take(
                 ev.Joined(
                     key,

@@ -205,6 +205,7 @@ class DomainConfig:
     floor: bool = False  # measured before and after the run only, and left out of mean accuracies (needs train = false)
     max_new_tokens: int = 0  # longest completion of this domain; 0 = sampling.max_new_tokens
     stop: tuple[str, ...] | None = None  # instead of sampling.stop; an empty list: only the end of sequence
+    stop_unindented: bool = False  # also stop where a line begins in column 0: what follows a function's body
     eval_tasks: int = 0  # held-out tasks of this domain; 0 = eval.tasks_per_domain
     eval_samples: int = 0  # samples of each held-out task; 0 = eval.samples_per_task
     eval_temperature: float | None = None  # of this domain in the eval lane, 0 = greedy; None = eval.temperature

@@ -16,6 +16,7 @@ class DomainSampling:
     eval_tasks: int
     eval_samples: int
     eval_temperature: float
+    stop_unindented: bool = False
 
 
 def domain_sampling(recipe: Recipe, domain: DomainConfig | None) -> DomainSampling:
@@ -28,7 +29,17 @@ def domain_sampling(recipe: Recipe, domain: DomainConfig | None) -> DomainSampli
         eval_tasks=own.eval_tasks or recipe.eval.tasks_per_domain,
         eval_samples=own.eval_samples or recipe.eval.samples_per_task,
         eval_temperature=temperature,
+        stop_unindented=own.stop_unindented,
     )
+
+
+def leases_held(recipe: Recipe, role: str) -> int:
+    """Leases that an actor or evaluator may hold at once. An evaluation's have few samples each: an evaluator gets as many
+    as fill the rows of its engine, two samples a lease."""
+    if role not in ("actor", "eval"):
+        return 0
+    least = recipe.engine.max_rows // 2 if role == "eval" else 0
+    return max(recipe.engine.leases_in_flight, least)
 
 
 def capacity_groups(recipe: Recipe) -> int:

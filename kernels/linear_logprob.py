@@ -53,6 +53,8 @@ def linear_logprob(
     return_lse: bool = False,
     group: dist.ProcessGroup | None = None,
     backend: Literal["auto", "torch", "triton"] = "auto",
+    rounded: Tensor | None = None,
+    weight_gradient: Tensor | None = None,
 ) -> LogprobOut:
     """log-probability of `target` under softmax(softcap(hidden weight^T + bias) / temperature).
 
@@ -65,6 +67,8 @@ def linear_logprob(
     normalised over the same set; an empty row keeps the whole vocabulary; distinct ids, at most SUPPORT_LIMIT a row.
     group: vocabulary-parallel ranks, each with an equal shard of weight (and bias) in rank order and the same hidden and
     target; hidden's gradient is summed over them. backend: auto takes Triton on a GPU (float64 aside), else chunked torch.
+    rounded [V, H]: fp32 masters in hidden's dtype, from a caller that has them. weight_gradient f32[V, H]: weight's gradient
+    is added to it by backward, and autograd gets none: no second tensor of that size.
     ValueError names the argument, what was found and what was expected.
     """
     blocks = _implementation(backend, hidden)
@@ -78,6 +82,16 @@ def linear_logprob(
         raise ValueError(f"softcap: found {softcap}, expected > 0 or None")
     if entropy not in ("none", "value", "grad"):
         raise ValueError(f"entropy: found {entropy!r}, expected none, value or grad")
+    if rounded is not None and (rounded.dtype, rounded.shape) != (hidden.dtype, weight.shape):
+        raise ValueError(
+            f"rounded: found {rounded.dtype}{list(rounded.shape)}, expected {hidden.dtype}{list(weight.shape)}: weight in "
+            "hidden's dtype"
+        )
+    sums = torch.float64 if hidden.dtype == weight.dtype == torch.float64 else torch.float32
+    if weight_gradient is not None and (weight_gradient.dtype, weight_gradient.shape) != (sums, weight.shape):
+        raise ValueError(
+            f"weight_gradient: found {weight_gradient.dtype}{list(weight_gradient.shape)}, expected {sums}{list(weight.shape)}"
+        )
     scale = check_temperature(temperature, hidden)
     ignored = check_target("target", target, ignore_index, valid)
     if support is not None:
@@ -97,6 +111,8 @@ def linear_logprob(
         rank,
         blocks,
         isinstance(temperature, Tensor) or temperature != 1,
+        rounded,
+        weight_gradient,
     )
     return LogprobOut(logprob, None if entropy == "none" else ent, lse if return_lse else None)
 
@@ -192,12 +208,13 @@ class _LinearLogprob(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: Tensor,
         ignored: Tensor, softcap: float | None, valid: int, entropy: Entropy, support: Support | None,
-        group: dist.ProcessGroup | None, rank: int, blocks: Any, hot: bool,
+        group: dist.ProcessGroup | None, rank: int, blocks: Any, hot: bool, rounded: Tensor | None,
+        weight_gradient: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dtype = torch.float64 if hidden.dtype == weight.dtype == torch.float64 else torch.float32
         start = rank * weight.shape[0]
         own = max(0, min(weight.shape[0], valid - start))
-        head = _head_of(weight, hidden)
+        head = _head_of(weight, hidden) if rounded is None else rounded
         shard = chunked.Shard(head[:own], None if bias is None else bias.detach()[:own], softcap, start, dtype, hot)
         local = target - start
         rows = (~ignored).nonzero()[:, 0]
@@ -221,7 +238,7 @@ class _LinearLogprob(torch.autograd.Function):
         ent = torch.where(ignored, 0, (lse - mean).clamp(0, log(valid)))
         lse = torch.where(ignored, 0, lse)
         ctx.save_for_backward(hidden, head, bias, local, t, lse, mean, ignored, *(support or ()))
-        ctx.head = (shard.softcap, start, own, dtype, weight.dtype, group, entropy, blocks, hot)
+        ctx.head = (shard.softcap, start, own, dtype, weight.dtype, group, entropy, blocks, hot, weight_gradient)
         if entropy != "grad":
             ctx.mark_non_differentiable(ent)
         ctx.set_materialize_grads(False)
@@ -231,12 +248,14 @@ class _LinearLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None) -> Any:
         hidden, head, bias, local, t, lse, mean, ignored, *support = ctx.saved_tensors
-        softcap, start, own, dtype, weight_dtype, group, entropy, blocks, hot = ctx.head
+        softcap, start, own, dtype, weight_dtype, group, entropy, blocks, hot, d_weight = ctx.head
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         up = chunked.upstream_of(g_logprob, g_entropy if entropy == "grad" else None, g_lse, lse, mean)
         summed = hidden.dtype if group is None else dtype
         d_hidden = torch.zeros(hidden.shape, dtype=summed, device=hidden.device) if needs_hidden else None
-        d_weight = torch.zeros(head.shape, dtype=dtype, device=head.device) if needs_weight else None
+        given = d_weight is not None
+        if needs_weight and not given:
+            d_weight = torch.zeros(head.shape, dtype=dtype, device=head.device)
         d_bias = torch.zeros(head.shape[0], dtype=dtype, device=head.device) if needs_bias else None
         shard = chunked.Shard(head[:own], None if bias is None else bias[:own], softcap, start, dtype, hot)
         pair = (support[0], support[1]) if support else None
@@ -250,9 +269,9 @@ class _LinearLogprob(torch.autograd.Function):
             dist.all_reduce(d_hidden, group=group)
         return (
             None if d_hidden is None else d_hidden.to(hidden.dtype),
-            None if d_weight is None else d_weight.to(weight_dtype),
+            None if given or d_weight is None else d_weight.to(weight_dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
-            *(None,) * 11,
+            *(None,) * 13,
         )
 
 

@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the daemon to its end; its exit code."""
     arguments = parser().parse_args(argv)
     from temper.common.daemon import run_daemon
+    from temper.common.process import share_memory_between_threads
+
+    share_memory_between_threads()
     from temper.learner.daemon import LearnerDaemon
 
     run_dir = arguments.run or arguments.resume

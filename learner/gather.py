@@ -7,24 +7,31 @@ collective); only a rank that `keeps` gets tensors. Called by `step`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def serving(named: Mapping[str, Tensor], dtype: torch.dtype, *, keeps: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor in `dtype` on the CPU, memory of its own), in the order of `named`; nothing unless `keeps`."""
-    from torch.distributed.tensor import DTensor
-
+def serving(
+    named: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    keeps: bool = True,
+    cast: Callable[[Any], Tensor] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor in `dtype` on the CPU, memory of its own), in the order of `named`; nothing unless `keeps`.
+    `cast` gives a parameter in `dtype`, from a caller that has it."""
     seen: set[int] = set()
     for name, parameter in named.items():
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        cast = parameter.detach().to(dtype, copy=True)
-        whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
-        del cast
+        own = parameter.detach().to(dtype, copy=True) if cast is None else cast(parameter)
+        gather = getattr(own, "full_tensor", None)  # of a DTensor
+        whole = own if gather is None else gather()
+        del own
         if keeps:
             host = whole.cpu()
             del whole

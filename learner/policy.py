@@ -18,6 +18,7 @@ from temper.common.lora import adapted
 from temper.kernels.linear_logprob import LogprobOut, linear_logprob
 from temper.learner.attention import ATTENTION, tree_of
 from temper.learner.batching import Microbatch
+from temper.learner.linears import Rounded, fuse_linears
 from temper.learner.norms import fuse_norms
 from temper.learner.rotary import fuse_rotary
 from transformers import PreTrainedModel
@@ -32,7 +33,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Policy:
     """Forward of micro-batches through `model`, whose masters are fp32.
 
-    `compute_dtype` bfloat16 runs forward and backward under autocast; gradients arrive in the masters' fp32.
+    `compute_dtype` bfloat16 runs forward and backward under autocast; gradients arrive in the masters' fp32. On CPU
+    `rounded` then holds the weights in that dtype, and the embeddings' gradients are added where they belong at once.
     `checkpointing` recomputes each layer in backward instead of keeping its activations. `check` is called between layers,
     forward and backward, and may raise.
     """
@@ -58,6 +60,11 @@ class Policy:
         config._attn_implementation = ATTENTION
         fuse_norms(model)
         fuse_rotary(model)
+        self.rounded: Rounded | None = None
+        if self.device.type == "cpu" and compute_dtype != torch.float32 and master == torch.float32:
+            self.rounded = Rounded(compute_dtype)
+            fuse_linears(model, self.rounded)
+            self._embedding.sparse = True  # its gradient has the rows of the tokens alone
         if check is not None:
             _call_at_layers(model, check)
         model.train()
@@ -71,6 +78,12 @@ class Policy:
         weight: torch.Tensor = model.get_output_embeddings().weight
         return weight
 
+    @property
+    def _embedding(self) -> torch.nn.Embedding:
+        model: Any = self.model
+        found: torch.nn.Embedding = model.get_input_embeddings()
+        return found
+
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.compute_dtype == torch.float32:
             return contextlib.nullcontext()
@@ -79,6 +92,8 @@ class Policy:
     def hidden(self, batch: Microbatch) -> torch.Tensor:
         """[T, H] last hidden states of the packed tokens."""
         backbone: Any = self.model.base_model
+        if self.rounded is not None and torch.is_grad_enabled():
+            _give_gradient(self._embedding.weight)  # which sparse ones are added to
         with self._autocast():
             out = backbone(
                 input_ids=torch.from_numpy(batch.input_ids).to(self.device)[None],
@@ -108,13 +123,17 @@ class Policy:
         is given; the entropy too where asked. `chosen`: what `chosen` gave for the same batch, if it was asked."""
         if support is not None:
             support = (support[0].to(self.device), support[1].to(self.device))
+        head: Any = self.head
+        trains = self.rounded is not None and head.requires_grad and torch.is_grad_enabled()
         return linear_logprob(  # products of values in the compute dtype, summed in fp32, as in the engine
             self.chosen(batch) if chosen is None else chosen,
-            self.head,
+            head,
             torch.from_numpy(batch.target).to(self.device),
             temperature=temperature,
             entropy=entropy,
             support=support,
+            rounded=None if self.rounded is None else self.rounded.of(head),
+            weight_gradient=_give_gradient(head) if trains else None,
         )
 
     def named_masters(self) -> dict[str, torch.nn.Parameter]:
@@ -125,6 +144,13 @@ class Policy:
         """Those that are trained: all of them, or the adapters where there are any."""
         named = self.named_masters()
         return {name: p for name, p in named.items() if adapted(name)} or named
+
+
+def _give_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The dense gradient that is added to; None for a parameter that is not trained."""
+    if parameter.requires_grad and parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def _call_at_layers(model: PreTrainedModel, check: Callable[[], None]) -> None:

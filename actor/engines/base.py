@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from temper.actor.engines.lines import TokenLines
 from temper.common.errors import EngineError
 from temper.common.schema import Version
 
@@ -42,6 +43,9 @@ class SamplingParams:
     seed: int = 0
     want_support: bool = False  # return the ids that truncation left, per token
     want_experts: bool = False  # return the experts that each token was routed to
+    lines: TokenLines | None = (
+        None  # end, as by a stop token, where a line begins in column 0; engines may go on instead
+    )
 
     @property
     def truncates(self) -> bool:

@@ -137,6 +137,9 @@ class Decoder:
         slots.token[:count] = sampled.tokens
         position += slots.live[:count]
         stopped = (sampled.tokens.unsqueeze(1) == slots.stops[:count]).any(1)
+        unindented = slots.unindented(sampled.tokens)
+        if unindented is not None:
+            stopped |= unindented
         broken = ~torch.isfinite(sampled.logprobs)
         done = (stopped | broken | (position + 1 >= slots.limit[:count])) & slots.live[:count].bool()
         self.steps += 1

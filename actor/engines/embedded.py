@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,6 +26,7 @@ from temper.actor.engines.shape import ModelShape, from_config
 from temper.common.errors import ConfigError, EngineError
 from temper.common.log import log
 from temper.common.lora import Lora
+from temper.common.process import give_memory_back
 from temper.common.schema import Version
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLOSE_TIMEOUT_S = 10.0
+REST_S = 5.0  # an engine without work for this long keeps no caches
 MEMORY_SHARE = 0.7  # of the host's memory that the cache may take
 INLINE_BYTES = 4 << 20  # smaller models are written between two steps: a thread costs more
 
@@ -240,11 +242,20 @@ class EmbeddedEngine:
         decoder = self._decoder
         if not decoder.running and (decoder.version is None or not decoder.pending):
             start = time.perf_counter()
-            command = self._commands.get()
+            command = self._next()
             self.counts.idle_s += time.perf_counter() - start
             command()
         while not self._commands.empty():
             self._commands.get()()
+
+    def _next(self) -> Callable[[], None]:
+        """The next command; while there is none for a while the memory of the caches is given back."""
+        try:
+            return self._commands.get(timeout=REST_S)
+        except Empty:
+            self._decoder.caches.rest()
+            give_memory_back()
+            return self._commands.get()
 
     def _drained(self) -> None:
         """The rows that ran under the old weights have ended: commit, and let the next ones begin."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from temper.actor.engines.shape import ModelShape, inverse_frequencies
 from temper.common.lora import Lora, parts
 from torch import Tensor
+
+FREED_BYTES = 1 << 16  # a smaller piece of a cache's row is not worth the call that gives it back
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,9 @@ def empty_weights(shape: ModelShape, dtype: torch.dtype, lora: Lora | None = Non
 
 class Cache:
     """Keys and values, f32[L, 2, N, K, T, D]; position p of row n is valid once written. T is made odd: rows that lie a
-    power of two apart would fight for the same lines of the processor's caches (ten times the time of a write)."""
+    power of two apart would fight for the same lines of the processor's caches (ten times the time of a write).
+
+    Memory is taken page by page as it is written, and given back by `free` and `clear`."""
 
     def __init__(self, shape: ModelShape, rows: int, length: int) -> None:
         self.rows, self.kv_heads, self.head_dim, self.layers = rows, shape.kv_heads, shape.head_dim, shape.layers
@@ -144,15 +148,15 @@ class Cache:
         self.all = torch.zeros(0)
         self.grow(length)
 
-    def grow(self, length: int) -> None:
-        """Have room for `length` positions at least; what is there stays."""
+    def grow(self, length: int, rows: int | None = None) -> None:
+        """Have room for `length` positions at least; what is there in the first `rows` rows (None: all) stays."""
         if length <= self.length:
             return
         before, kept = self.length, self.all
         self.length = length | 1
-        self.all = _lazy_zeros(self.layers, 2, self.rows, self.kv_heads, self.length, self.head_dim)
-        if before:
-            self.all[..., :before, :] = kept
+        self._memory, self.all = _lazy_zeros(self.layers, 2, self.rows, self.kv_heads, self.length, self.head_dim)
+        if before and rows != 0:
+            self.all[:, :, :rows, :, :before] = kept[:, :, :rows]
         merged = (self.rows * self.kv_heads, self.length, self.head_dim)
         self.flat = [(layer[0].view(-1, self.head_dim), layer[1].view(-1, self.head_dim)) for layer in self.all]
         self.merged = [(layer[0].view(merged), layer[1].view(merged)) for layer in self.all]
@@ -166,22 +170,45 @@ class Cache:
         """Keys and values f32[L, 2, K, S, D] as positions begin..begin+S-1 of `row`."""
         self.all[:, :, row, :, begin : begin + found.shape[3]] = found
 
+    def free(self, row: int) -> None:
+        """Give the memory of `row` back, as far as it fills whole pages; what it held is undefined from here on."""
+        block, page = 4 * self.kv_heads * self.length * self.head_dim, mmap.PAGESIZE
+        if block < FREED_BYTES:
+            return
+        for index in range(2 * self.layers):
+            begin = (index * self.rows + row) * block
+            first, last = -(-begin // page) * page, (begin + block) // page * page
+            self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def clear(self) -> None:
+        """Give all memory back: everything is 0."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The prefixes that the rows of a decode step share.
+    """Rows of a decode step and the prefixes that they share.
 
-    `cache` holds prefix p in its row p; `size` S: positions attended to. `rows` i64[P, R]: the rows of each prefix,
-    padded with any; row n with a prefix is `rows[prefix[n], rank[n]]`, i64[N] both. `lengths` i64[N]: tokens of row n's
-    prefix, 0 without one: its own keys and values begin at that position.
+    `cache` holds prefix p in its row p; `size` S: positions attended to. `members` i64[M]: the rows; `rows` i64[P, R]:
+    which of the members have each prefix, padded with any; member m is `rows[prefix[m], rank[m]]`, i64[M] both.
     """
 
     cache: Cache
     size: int
+    members: Tensor | slice
     rows: Tensor
     prefix: Tensor
     rank: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixed:
+    """All prefixes of a decode step. `lengths` i64[N]: tokens of each row's prefix, 0 without one: its own keys and
+    values begin at that position. `bare` i64[B]: the rows without one; None if there are none."""
+
     lengths: Tensor
+    parts: tuple[Shared, ...]
+    bare: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +232,7 @@ class Llama:
         self.position_T = torch.arange(length)
 
     def decode(
-        self, tokens_N: Tensor, positions_N: Tensor, cache: Cache, length: int, shared: Shared | None = None
+        self, tokens_N: Tensor, positions_N: Tensor, cache: Cache, length: int, shared: Prefixed | None = None
     ) -> Tensor:
         """One token a row: f32 logits [N, V] after `tokens_N` at `positions_N`, rows 0..N-1 of `cache`.
 
@@ -219,11 +246,15 @@ class Llama:
         cos, sin = self.cos_TD[positions_N].unsqueeze(1), self.sin_TD[positions_N].unsqueeze(1)
         own_N = positions_N if shared is None else positions_N - shared.lengths
         mask = _mask(self.position_T[:length] > own_N.unsqueeze(1))
+        masks: list[Tensor] = []
         if shared is None:
             mask = mask.unsqueeze(1).expand(n, kv, length).reshape(n * kv, 1, length)
         else:
-            beyond = _mask(self.position_T[: shared.size] >= shared.lengths.unsqueeze(1))
-            mask = torch.cat((beyond, mask), 1).view(n, 1, 1, -1)
+            for part in shared.parts:
+                beyond = _mask(self.position_T[: part.size] >= shared.lengths[part.members].unsqueeze(1))
+                masks.append(torch.cat((beyond, mask[part.members]), 1)[:, None, None])
+            if shared.bare is not None:
+                masks.append(mask[shared.bare][:, None, None])
         slots = (cache.first[:n] + own_N.unsqueeze(1)).view(-1)
         scale = d**-0.5
         for index, layer in enumerate(self.weights.layers):
@@ -238,7 +269,7 @@ class Llama:
                 scores = torch.baddbmm(mask, query, all_k.transpose(1, 2), alpha=scale)
                 mixed = torch.bmm(torch.softmax(scores, -1), all_v)
             else:
-                mixed = _attend(query.mul_(scale), all_k, all_v, mask, shared, index)
+                mixed = _attend(query.mul_(scale), all_k, all_v, masks, shared, index)
             x = _linear_add(x, mixed.view(n, heads * d).to(dtype), layer.out, layer.out_bias, layer.out_adapters)
             x = self._mlp(layer, x)
         return self._head(x)
@@ -322,9 +353,10 @@ class Llama:
         return F.linear(_norm(x, self.weights.norm, s.rms_eps), self.weights.head).float()
 
 
-def _lazy_zeros(*size: int) -> Tensor:
-    """Zeros, f32, that take up memory page by page as they are written (torch.zeros writes all of it)."""
-    return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(size)), dtype=torch.float32).view(size)
+def _lazy_zeros(*size: int) -> tuple[mmap.mmap, Tensor]:
+    """Zeros, f32, that take up memory page by page as they are written (torch.zeros writes all of it), and the memory."""
+    memory = mmap.mmap(-1, 4 * math.prod(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return memory, torch.frombuffer(memory, dtype=torch.float32).view(size)
 
 
 def _mask(hidden: Tensor) -> Tensor:
@@ -332,23 +364,33 @@ def _mask(hidden: Tensor) -> Tensor:
     return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
-def _attend(query: Tensor, own_k: Tensor, own_v: Tensor, mask: Tensor, shared: Shared, layer: int) -> Tensor:
-    """Attention of scaled `query` f32[N*K, G, D] over prefix and own positions (`mask` f32[N, 1, 1, S + T]); f32[N*K, G, D].
+def _attend(
+    query: Tensor, own_k: Tensor, own_v: Tensor, masks: Sequence[Tensor], shared: Prefixed, layer: int
+) -> Tensor:
+    """Attention of scaled `query` f32[N*K, G, D] over prefix and own positions; f32[N*K, G, D]. `masks`: f32[M, 1, 1, S + T]
+    of each part's members, at last f32[B, 1, 1, T] of the bare rows.
 
     The products with a prefix are one for all of its rows: [R*G, D] x [D, S] for each of P*K.
     """
-    n, prefixes, size = len(shared.prefix), len(shared.rows), shared.size
+    n = len(shared.lengths)
     merged, groups, d = query.shape
     kv = merged // n
-    keys, values = (part[: prefixes * kv, :size] for part in shared.cache.merged[layer])
-    by_prefix = query.view(n, kv, groups, d)[shared.rows].transpose(1, 2).reshape(prefixes * kv, -1, d)
-    scores = torch.bmm(by_prefix, keys.transpose(1, 2)).view(prefixes, kv, -1, groups, size)
+    by_row = query.view(n, kv, groups, d)
     own = torch.bmm(query, own_k.transpose(1, 2)).view(n, kv, groups, -1)
-    seen = torch.cat((scores[shared.prefix, :, shared.rank], own), 3).add_(mask).softmax(-1)
-    weights = seen[..., :size][shared.rows].transpose(1, 2).reshape(prefixes * kv, -1, size)
-    mixed = torch.bmm(weights, values).view(prefixes, kv, -1, groups, d)[shared.prefix, :, shared.rank]
-    mixed = mixed.masked_fill_((shared.lengths == 0).view(n, 1, 1, 1), 0.0).view(merged, groups, d)
-    return torch.baddbmm(mixed, seen[..., size:].reshape(merged, groups, -1), own_v)
+    mixed, weights = query.new_zeros(n, kv, groups, d), torch.empty_like(own)
+    for part, mask in zip(shared.parts, masks, strict=False):
+        prefixes, size = len(part.rows), part.size
+        keys, values = (half[: prefixes * kv, :size] for half in part.cache.merged[layer])
+        by_prefix = by_row[part.members][part.rows].transpose(1, 2).reshape(prefixes * kv, -1, d)
+        scores = torch.bmm(by_prefix, keys.transpose(1, 2)).view(prefixes, kv, -1, groups, size)
+        seen = torch.cat((scores[part.prefix, :, part.rank], own[part.members]), 3).add_(mask).softmax(-1)
+        weights[part.members] = seen[..., size:]
+        of_prefix = seen[..., :size][part.rows].transpose(1, 2).reshape(prefixes * kv, -1, size)
+        found = torch.bmm(of_prefix, values).view(prefixes, kv, -1, groups, d)
+        mixed[part.members] = found[part.prefix, :, part.rank]
+    if shared.bare is not None:
+        weights[shared.bare] = (own[shared.bare] + masks[-1]).softmax(-1)
+    return torch.baddbmm(mixed.view(merged, groups, d), weights.view(merged, groups, -1), own_v)
 
 
 def _linear(value: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapters) -> Tensor:

@@ -8,6 +8,7 @@ used ones go first. Holds no tensors and computes nothing; used by `decoder`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,10 +43,12 @@ def common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
 
 
 class Prefixes:
-    """The entries. There are slots for `rows` rows with a prefix each and KEPT more."""
+    """The entries. There are slots for `rows` rows with a prefix each and KEPT more. `on_free` hears of slots whose entry
+    is gone."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, on_free: Callable[[int], None] = lambda slot: None) -> None:
         self.slots = rows + KEPT
+        self._on_free = on_free
         self._entries: dict[int, Prefix] = {}
         self._clock = 0
 
@@ -82,7 +85,7 @@ class Prefixes:
             raise AssertionError(f"prefix slot {entry.slot} is released more often than it was acquired")
         entry.rows -= 1
         if not entry.rows and not entry.current:
-            del self._entries[entry.slot]
+            self._free(entry.slot)
         self._trim(KEPT)
 
     def take(self, ids: tuple[int, ...]) -> Prefix:
@@ -100,7 +103,7 @@ class Prefixes:
         for entry in list(self._entries.values()):
             entry.current = False
             if not entry.rows:
-                del self._entries[entry.slot]
+                self._free(entry.slot)
 
     def drop(self, entry: Prefix) -> None:
         """Its values are not finite: it is not found again."""
@@ -109,4 +112,8 @@ class Prefixes:
     def _trim(self, keep: int) -> None:
         idle = sorted((entry.used, entry.slot) for entry in self._entries.values() if not entry.rows)
         for _, slot in idle[: max(0, len(idle) - keep)]:
-            del self._entries[slot]
+            self._free(slot)
+
+    def _free(self, slot: int) -> None:
+        del self._entries[slot]
+        self._on_free(slot)

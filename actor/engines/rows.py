@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from temper.actor.engines.base import GenerateRequest
+from temper.actor.engines.lines import TokenLines
 from temper.actor.engines.philox import uniforms
 from temper.actor.engines.prefixes import Prefix
 from torch import Tensor
@@ -67,6 +68,9 @@ class Slots:
         self.column = 0
         self.truncating = 0  # rows whose sampling truncates
         self.tempered = 0  # rows whose temperature is not 1
+        self.lines: TokenLines | None = None  # the tokenizer's, once a row asked for it
+        self.lined = torch.zeros(rows, dtype=torch.bool)  # rows that end at a line in column 0
+        self.at_start = torch.zeros(rows, dtype=torch.bool)  # whether the next token begins a line
 
     def fill(self, rows: list[Row]) -> None:
         """Start `rows` in their slots: the last prompt token is the next to be processed."""
@@ -89,6 +93,9 @@ class Slots:
             self.stops = torch.cat([self.stops, more], 1)
         width = self.stops.shape[1]
         self.stops[slots] = torch.tensor([(list(p.stop_token_ids) + [-1] * width)[:width] for p in params])
+        self.lines = next((p.lines for p in params if p.lines is not None), self.lines)
+        self.lined[slots] = torch.tensor([p.lines is not None for p in params])
+        self.at_start[slots] = torch.tensor([_at_start(row) for row in rows])
         self._draw(slots, [p.seed for p in params], np.array(sizes), self.column)
         for row in rows:
             self.rows[row.slot] = row
@@ -106,6 +113,14 @@ class Slots:
             slots = torch.tensor([row.slot for row in rows])
             self._draw(slots, [row.request.sampling.seed for row in rows], self.position[slots].numpy() + 1, 0)
 
+    def unindented(self, tokens: Tensor) -> Tensor | None:
+        """bool[N]: rows 0..N-1 whose new token, of i64[N], begins a line in column 0 where that ends them; None: no row."""
+        if self.lines is None:
+            return None
+        count = len(tokens)
+        begun, self.at_start[:count] = self.lines.begins(self.at_start[:count], tokens)
+        return begun & self.lined[:count]
+
     def _draw(self, slots: Tensor, seeds: list[int], start: Any, column: int) -> None:
         self.draws[slots, column:] = torch.from_numpy(uniforms(seeds, start, DRAWS - column))
 
@@ -118,6 +133,7 @@ class Slots:
         self.position[row.slot] = self.shared[row.slot] = 0
         self.token[row.slot] = 0
         self.temperature[row.slot] = 1.0
+        self.lined[row.slot] = False
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Rows of slots `source` i64[M] take the free slots `target` i64[M]."""
@@ -131,7 +147,8 @@ class Slots:
             self.top_k,
             self.top_p,
         )
-        for tensor in (*moved, self.min_p, self.stops, self.draws, self.tokens, self.logprobs):
+        lines = (self.lined, self.at_start)
+        for tensor in (*moved, *lines, self.min_p, self.stops, self.draws, self.tokens, self.logprobs):
             tensor[target] = tensor[source]
         for tensor in (self.live, self.position, self.shared):
             tensor[source] = 0
@@ -145,3 +162,10 @@ class Slots:
 def truncates(row: Row) -> bool:
     """Whether a row needs the truncated sampler (greedy is top-k 1)."""
     return row.request.sampling.truncates or not row.request.sampling.temperature
+
+
+def _at_start(row: Row) -> bool:
+    """Whether the next token of `row` begins a line; the first one does."""
+    lines = row.request.sampling.lines
+    said = [] if lines is None else [token for token in row.done if not lines.empty[token]]
+    return lines is None or not said or bool(lines.ends[said[-1]])
