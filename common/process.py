@@ -8,6 +8,7 @@ import ctypes
 import errno
 import gc
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -36,6 +37,19 @@ def follow_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != int(parent):
         raise EnvironmentFault(f"the process that started this one (pid {parent}) is gone")
+
+
+def follower() -> list[str]:
+    """Words before a command that give it SIGTERM when the thread that started it dies, however this process dies.
+
+    For programs that are not ours, from processes with threads: nothing of Python runs between fork and exec. The shell looks
+    whether the parent is still there: it may have died before the signal was asked for. Empty where setpriv is missing: then
+    the caller has another way to get rid of what a killed process leaves, or says that it has none.
+    """
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        return []
+    return [setpriv, "--pdeathsig", "TERM", "--", "/bin/sh", "-c", '[ "$PPID" = "$0" ] && exec "$@"', str(os.getpid())]
 
 
 def orphaned() -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from temper.common.errors import EnvironmentFault
+from temper.common.process import follower
 from temper.sandbox import mounts
 from temper.sandbox.jail import INSIDE, Host, Interpreter, Profile, enterable_by_others
 
@@ -64,18 +65,6 @@ def uncored() -> list[str]:
     prlimit = shutil.which("prlimit")
     may = resource.getrlimit(resource.RLIMIT_CORE)[1] != 0 or os.geteuid() == 0
     return [prlimit, f"--core={CORE_BYTES}:{CORE_BYTES}"] if prlimit and may else []
-
-
-def follower() -> list[str]:
-    """Words before a command that give it SIGTERM when the thread that started it dies, however this process dies.
-
-    The shell then looks whether the parent is still there: it may have died before the signal was asked for. Empty where
-    setpriv is missing: then what a killed worker leaves goes on slowly until the next start sweeps it.
-    """
-    setpriv = shutil.which("setpriv")
-    if setpriv is None:
-        return []
-    return [setpriv, "--pdeathsig", "TERM", "--", "/bin/sh", "-c", '[ "$PPID" = "$0" ] && exec "$@"', str(os.getpid())]
 
 
 class Spawner:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import secrets
@@ -24,6 +23,7 @@ from pathlib import Path
 from temper.actor.engines.sglang_host import ServerShape, SglangHost
 from temper.common.errors import EnvironmentFault
 from temper.common.log import log
+from temper.common.process import follower
 
 CPU_SHIMS = Path(__file__).with_name("sglang_cpu")
 CPU_FLAGS = (
@@ -34,8 +34,6 @@ RESERVED_TOKENS = 8  # SGLang refuses prompts of more than its context less 6 to
 TAIL_LINES = 20
 TAIL_BYTES = 64 << 10
 STOP_S = 5.0
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
 
 
 class ServerProcess:
@@ -84,6 +82,8 @@ class ServerProcess:
 
     async def start(self) -> None:
         """Start the process (again); returns at once. EnvironmentFault if the interpreter can't be run."""
+        if shutil.which(self.host.python) is None:
+            raise self._no_interpreter("no such program")
         self.port = free_port()
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         if self.host.cpu:
@@ -94,15 +94,24 @@ class ServerProcess:
             # shielded: a cancelled start would leave a process that nobody knows
             self._process = await asyncio.shield(self._starting)
         except OSError as error:
-            raise EnvironmentFault(
-                f"SGLang's interpreter {self.host.python!r} can't be run ({error.strerror}): make its environment with"
-                " `temper engine install`, or name its python in the host file, [actor.sglang] python = ..."
-            ) from error
+            raise self._no_interpreter(str(error.strerror)) from error
         log(f"sglang: started (pid {self._process.pid}), log {self.log_path}")
 
+    def _no_interpreter(self, problem: str) -> EnvironmentFault:
+        return EnvironmentFault(
+            f"SGLang's interpreter {self.host.python!r} can't be run ({problem}): make its environment with"
+            " `temper engine install`, or name its python in the host file, [actor.sglang] python = ..."
+        )
+
     async def _spawn(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+        following = follower()
+        if not following:
+            log(
+                "sglang: setpriv (util-linux) is missing: should this process be killed, the server has to be ended by hand"
+            )
         with self.log_path.open("ab") as output:
             return await asyncio.create_subprocess_exec(
+                *following,
                 *self.command(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -110,7 +119,6 @@ class ServerProcess:
                 env=environment,
                 cwd=self._folder,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
 
     def command(self) -> list[str]:
@@ -210,7 +218,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
