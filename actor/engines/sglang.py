@@ -156,6 +156,7 @@ class SglangEngine:
                 problem = f"started under {answer.version_runs[0][:2]}, not under {name_of(version)}"
                 failures += 1
                 continue  # it may have met cached keys of other weights
+            answer = await fleet.verified(answer)
             made = made.followed_by(answer)
             self.counts.sampled_tokens += len(answer.ids)
             self.counts.retractions += answer.retractions

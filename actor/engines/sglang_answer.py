@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ Runs = list[tuple[int, int, int]]
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One answer, or several joined: like `base.Generation`. `retractions`: how often the server took its row back for
-    want of KV memory."""
+    want of KV memory. `labels`: of one answer, what the server called the weights of each version run."""
 
     ids: list[int]
     logprobs: list[float]
@@ -28,6 +29,26 @@ class Answer:
     support: list[list[int]] | None
     experts: npt.NDArray[np.int16] | None = None
     retractions: int = 0
+    labels: tuple[str, ...] = field(default=(), compare=False)
+
+    def until_not(self, good: Callable[[str], bool]) -> Answer:
+        """What was sampled before the first weights whose label isn't `good`, as aborted there; itself if all are."""
+        kept = next((at for at, label in enumerate(self.labels) if not good(label)), None)
+        if kept is None:
+            return self
+        runs = self.version_runs[:kept]
+        size = sum(count for _, _, count in runs)
+        experts = None if self.experts is None else self.experts[: len(self.experts) - (len(self.ids) - size)]
+        return replace(
+            self,
+            ids=self.ids[:size],
+            logprobs=self.logprobs[:size],
+            version_runs=runs,
+            finish_reason="abort",
+            support=None if self.support is None else self.support[:size],
+            experts=experts,
+            labels=self.labels[:kept],
+        )
 
     def followed_by(self, other: Answer) -> Answer:
         """Both in a row."""
@@ -64,7 +85,8 @@ def parse(body: Any, params: SamplingParams, before: int = 0) -> Answer:
         reason = str(meta["finish_reason"]["type"])
         entries = meta["output_token_logprobs"][: len(ids)] if reason == "abort" else meta["output_token_logprobs"]
         pairs = [(float(value), int(token)) for value, token, *_ in entries]
-        runs = [_run(span) for span in meta["weight_versions"]] if ids else []
+        spans = meta["weight_versions"] if ids else []
+        runs, labels = [_run(span) for span in spans], tuple(str(span["version"]) for span in spans)
         mask = meta.get("output_token_sampling_mask") if params.truncates else None
         processed = meta.get("output_token_sampling_logprobs") if params.truncates else None
         routed = meta.get("routed_experts") if params.want_experts else None
@@ -88,13 +110,13 @@ def parse(body: Any, params: SamplingParams, before: int = 0) -> Answer:
             raise EngineError("sglang: a sampled token outside its sampling mask")
     if not params.temperature:
         logprobs = [0.0] * len(ids)  # greedy is a point mass
-    if not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
+    if not (math.isfinite(sum(logprobs)) and max(logprobs, default=0.0) <= 1e-4):
         raise EngineError(f"sglang: log-probabilities that are none: {logprobs[:5]}")
     support = None
     if params.want_support:
         support = [[int(token) for token in kept] for kept in mask or []]
     experts = _experts(routed, before + len(ids) - 1) if params.want_experts else None
-    return Answer(ids, logprobs, runs, reason, support, experts, retractions)
+    return Answer(ids, logprobs, runs, reason, support, experts, retractions, labels)
 
 
 def _experts(routed: Any, rows: int) -> npt.NDArray[np.int16]:
@@ -113,5 +135,5 @@ def _experts(routed: Any, rows: int) -> npt.NDArray[np.int16]:
 
 
 def _run(span: Any) -> tuple[int, int, int]:
-    lineage, ordinal = str(span["version"]).split(":")
+    lineage, ordinal, *_ = str(span["version"]).split(":")  # and which push of it
     return int(lineage), int(ordinal), int(span["end"]) - int(span["start"])

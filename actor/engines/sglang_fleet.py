@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from temper.actor.engines.base import Counts, OnSwap
+from temper.actor.engines.sglang_answer import Answer
 from temper.actor.engines.sglang_host import ServerShape, SglangHost, check, read_key
 from temper.actor.engines.sglang_http import Client, ServerDown
 from temper.actor.engines.sglang_probe import Probe
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 PUSHES = 5  # of one update, while servers die under it
 CLOSE_ABORT_S = 1.0
+ABORT_S = 10.0
+REMEMBERED = 4096  # pushes whose weights were found right: more than a request lives through
 DRAIN_S = 600.0
 
 
@@ -76,6 +79,7 @@ class Fleet:
         }
         self.rows = Rows(self.servers, shape.max_rows)
         self.version: Version | None = None
+        self._verified: dict[str, None] = {}  # labels, oldest first
         self._updating = asyncio.Lock()
         self._news = asyncio.Event()  # a server went, came, or was found alive
         self._keepers: list[asyncio.Task[None]] = []
@@ -180,11 +184,24 @@ class Fleet:
         except EngineError as error:
             if isinstance(error, ServerDown):
                 server.suspect()
+            else:  # keys and values of such weights are of no use: what runs begins again with what it had before
+                with contextlib.suppress(EngineError):
+                    await server.client.post("/abort_request", {"abort_all": True}, timeout_s=ABORT_S)
             return error
         finally:
             server.busy = False
         server.holds, server.open = self.mirror.digest, True
+        self._verified[self._pushers[id(server)].label] = None
+        while len(self._verified) > REMEMBERED:
+            del self._verified[next(iter(self._verified))]
         return None
+
+    async def verified(self, answer: Answer) -> Answer:
+        """The part of an answer that was sampled from weights which a push has verified, the push under way included."""
+        if any(label not in self._verified for label in answer.labels):
+            async with self._updating:
+                pass
+        return answer.until_not(self._verified.__contains__)
 
     async def _some_server(self) -> None:
         """Wait until a server answers."""
@@ -211,7 +228,7 @@ class Fleet:
             version = self.version
             if version is None or server.open or not server.up:
                 return
-            if server.holds is not None and server.holds == self.mirror.digest and await self._serves(server, version):
+            if server.holds is not None and server.holds == self.mirror.digest and await self._serves(server):
                 server.open = True
             else:
                 error = await self._bring(server, self.mirror.names, version)
@@ -220,10 +237,10 @@ class Fleet:
                     server.condemn(f"it did not take its weights: {error}")
         self.rows.wake()
 
-    async def _serves(self, server: Server, version: Version) -> bool:
-        """Whether it still says that it serves `version`."""
+    async def _serves(self, server: Server) -> bool:
+        """Whether it still says that it serves what was pushed last."""
         try:
             info = await server.client.get("/model_info")
         except EngineError:
             return False
-        return isinstance(info, dict) and info.get("weight_version") == name_of(version)
+        return isinstance(info, dict) and info.get("weight_version") == self._pushers[id(server)].label

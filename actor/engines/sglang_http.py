@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
+import msgspec
 from temper.common.errors import EngineError
 
 ANSWER_LIMIT_BYTES = 64 * 1024 * 1024
+JSON = {"Content-Type": "application/json"}
+UNLIMITED = aiohttp.ClientTimeout(total=None)
 
 
 class ServerDown(EngineError):
@@ -27,7 +30,7 @@ class Client:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=connections, force_close=False),
             headers={"Authorization": f"Bearer {admin_key}"},
-            timeout=aiohttp.ClientTimeout(total=None),
+            timeout=UNLIMITED,
         )
 
     async def close(self) -> None:
@@ -52,7 +55,11 @@ class Client:
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
         try:
             async with self._session.request(
-                method, self._url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
+                method,
+                self._url + path,
+                data=None if body is None else msgspec.json.encode(body),
+                headers=JSON,
+                timeout=UNLIMITED if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s),
             ) as answer:
                 data = (
                     await answer.content.read(ANSWER_LIMIT_BYTES + 1) if answer.status >= 400 else await answer.read()
@@ -63,10 +70,10 @@ class Client:
                     raise EngineError(f"sglang {path}: {data[:500].decode(errors='replace')}")
                 if not data or answer.content_type != "application/json":
                     return None
-                return await answer.json()
+                return msgspec.json.decode(data)
         except TimeoutError as error:
             raise ServerDown(f"sglang {path}: no answer within {timeout_s:.0f} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerDown(f"sglang {path}: {type(error).__name__}: {error}") from error
-        except ValueError as error:
+        except (ValueError, msgspec.DecodeError) as error:
             raise EngineError(f"sglang {path}: the answer is not JSON: {error}") from error

@@ -6,6 +6,8 @@ Whatever happens, generation goes on afterwards. Called by `sglang`, one push at
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import shutil
 import tempfile
@@ -25,10 +27,11 @@ PauseMode = Literal["in_place", "retract", "abort"]
 
 COMMAND_TIMEOUT_S = 60.0
 UPDATE_TIMEOUT_S = 600.0
+_PUSHES = itertools.count()
 
 
 def name_of(version: Version) -> str:
-    """What servers call a version, and what prefix-cache entries are named after."""
+    """What prefix-cache entries are named after; servers call the weights so too, with the number of the push."""
     return f"{version.lineage}:{version.ordinal}"
 
 
@@ -77,6 +80,7 @@ class Pusher:
         self._turn = 0
         self._readable = True  # the model can be asked for its tensors by name
         self._checksum = ""
+        self.label = ""  # of the last push: no two have the same, so that a failed one is told from its repetition
 
     def forget(self) -> None:
         """The server is a new one: what it held is unknown."""
@@ -87,42 +91,50 @@ class Pusher:
         folder = None
         if self._folder is not None and names:
             folder = await asyncio.to_thread(self._folder.write, self._mirror, version)
+        self.label = f"{name_of(version)}:{next(_PUSHES)}"
         begun = time.perf_counter()
         await client.command("/pause_generation", {"mode": self._mode}, timeout_s=COMMAND_TIMEOUT_S)
         try:
             if self._mode == "retract":
                 await client.post("/flush_cache", {}, timeout_s=COMMAND_TIMEOUT_S)
             if not names:  # the same bits under a new name
-                body = {"new_version": name_of(version), "abort_all_requests": False}
-                await client.command("/update_weight_version", body, timeout_s=COMMAND_TIMEOUT_S)
+                await self._rename(client)
             elif folder is not None:
-                await self._from_disk(client, folder, version)
+                await self._from_disk(client, folder)
             else:
-                await self._tensors(client, names, version)
+                await self._tensors(client, names)
             await self._verify(client, names)
+        except EngineError:
+            with contextlib.suppress(EngineError):
+                await self._rename(client)  # whatever part of it was taken: it is not the version before any more
+            raise
         finally:
             await client.command("/continue_generation", {}, timeout_s=COMMAND_TIMEOUT_S)
         return time.perf_counter() - begun
 
-    async def _tensors(self, client: Client, names: Sequence[str], version: Version) -> None:
+    async def _rename(self, client: Client) -> None:
+        body = {"new_version": self.label, "abort_all_requests": False}
+        await client.command("/update_weight_version", body, timeout_s=COMMAND_TIMEOUT_S)
+
+    async def _tensors(self, client: Client, names: Sequence[str]) -> None:
         await client.command("/begin_weight_update", {}, timeout_s=COMMAND_TIMEOUT_S)
         try:
             for bucket in self._mirror.buckets(names):
                 payload = await asyncio.to_thread(packed, bucket, shared=self._mirror.shared, ranks=self._ranks)
                 body = {
                     "serialized_named_tensors": payload,
-                    "weight_version": name_of(version),
+                    "weight_version": self.label,
                     "flush_cache": False,
                 }
                 await client.command("/update_weights_from_tensor", body, timeout_s=UPDATE_TIMEOUT_S)
         finally:
             await client.command("/end_weight_update", {}, timeout_s=COMMAND_TIMEOUT_S)
 
-    async def _from_disk(self, client: Client, folder: Path, version: Version) -> None:
+    async def _from_disk(self, client: Client, folder: Path) -> None:
         body = {
             "model_path": str(folder),
             "load_format": "auto",
-            "weight_version": name_of(version),
+            "weight_version": self.label,
             "flush_cache": False,
         }
         await client.command("/update_weights_from_disk", body, timeout_s=UPDATE_TIMEOUT_S)

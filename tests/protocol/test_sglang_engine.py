@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import select
+import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -160,6 +164,32 @@ def test_a_500_is_tried_again_and_a_bad_request_is_not(tmp_path: Path) -> None:
     play(scenario)
 
 
+def test_no_token_of_an_unverified_version_leaves(tmp_path: Path) -> None:
+    """What ends before its version is found to be right waits for that, and loses what was sampled from wrong weights."""
+
+    async def scenario() -> None:
+        async with running(tmp_path) as engine:
+            old, new = weights(0), weights(1, weights(0))
+            under_way = asyncio.ensure_future(engine.generate(ask(max_new_tokens=100)))
+            await until(lambda: engine.counts.rows)
+            await misbehave(engine, lose=1)
+            async with engine.fleet._updating:  # nothing is decided while this is held
+                server = engine.fleet.servers[0]
+                server.open = False
+                pusher = engine.fleet._pushers[id(server)]
+                names = engine.fleet.mirror.overwrite(update(new, old))
+                with pytest.raises(EngineError, match="did not take the update"):
+                    await pusher.push(server.client, names, new.version)
+                await until(lambda: not engine.counts.rows)
+                assert not under_way.done()
+            await engine.apply(update(new))
+            whole = await under_way
+            assert len(whole.ids) == 100 and {run[:2] for run in whole.version_runs} == {(5, 0), (5, 1)}
+            assert len(engine.fleet._verified) == 2
+
+    play(scenario)
+
+
 def test_what_started_under_old_weights_runs_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(tmp_path) as engine:
@@ -189,15 +219,19 @@ def test_an_update_that_is_not_taken_is_noticed_and_mended_by_a_full_copy(tmp_pa
     async def scenario() -> None:
         async with running(tmp_path) as engine:
             running_ = asyncio.ensure_future(engine.generate(ask(max_new_tokens=300)))
+            await until(lambda: engine.counts.rows)
             await misbehave(engine, **{how: 1})
             old, new = weights(0), weights(1, weights(0))
             with pytest.raises(EngineError, match=r"out of memory|did not take the update"):
                 await engine.apply(update(new, old))
             assert engine.version is None
-            assert len((await running_).ids) == 300  # generation was not left paused
+            await until(lambda: not engine.counts.rows)  # generation was not left paused, what ran was given up
             calls = await misbehave(engine)
             assert calls.count("/pause_generation") == calls.count("/continue_generation") == 2
+            assert not running_.done()
             await engine.apply(update(new))
+            whole = await running_  # nothing of it is from the weights in between
+            assert len(whole.ids) == 300 and {run[:2] for run in whole.version_runs} == {(5, 0), (5, 1)}
             assert (await engine.generate(ask())).version_runs == [(5, 1, 6)]
 
     play(scenario)
@@ -265,13 +299,48 @@ def test_a_deaf_server_is_killed_and_replaced(tmp_path: Path, monkeypatch: pytes
     play(scenario)
 
 
-def test_a_server_that_never_starts_is_an_environment_fault(tmp_path: Path) -> None:
-    """A child exits at once during launch; the launcher waits out its whole timeout -> it fails at once, its last lines shown."""
+ALONE = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from temper.actor.engines.sglang_host import ServerShape, SglangHost
+from temper.actor.engines.sglang_process import ServerProcess
+async def main():
+    host = SglangHost(python=sys.executable, environment={"PYTHONPATH": sys.argv[1]}, log_dir=sys.argv[2])
+    place = ServerProcess(host, ServerShape("float32", 4, 512), {"config.json": b"{}"})
+    await place.start()
+    print(place._process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+
+
+def test_a_server_does_not_outlive_its_killed_parent(tmp_path: Path) -> None:
+    """Whether the parent is killed before or after the server asked to follow it."""
+    parent = subprocess.Popen(
+        [sys.executable, "-P", "-c", ALONE, str(STUB), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        with contextlib.suppress(ProcessLookupError):
+            ended = os.pidfd_open(pid)
+            assert select.select([ended], [], [], 30)[0], f"{pid} still runs"
+            os.close(ended)
+        assert parent.wait(20) == -signal.SIGKILL
+    finally:
+        parent.kill()
+        parent.communicate()
+
+
+def test_a_server_that_never_starts_is_an_environment_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A child exits at once during launch; the launcher waits out its whole timeout -> it fails at once, its last lines
+    shown: three starts of a minute each would be over this test's time."""
 
     async def scenario() -> None:
         engine = made(tmp_path, STUB_DIES="1")
         with pytest.raises(EnvironmentFault, match="did not become ready in 3 starts"):
             await engine.start()
+        assert "sglang| no such device" in capsys.readouterr().err
         await engine.close()
         other = SglangEngine(
             SglangHost(python="/no/such/python"), ServerShape("float32", 4, 512), {}, 64, recompute=False

@@ -86,6 +86,17 @@ def test_a_continued_answer_joins_runs_and_keeps_its_support() -> None:
     assert first.generation(2).finish_reason == "length" and first.generation(3).finish_reason == "abort"
 
 
+def test_what_was_sampled_from_unverified_weights_is_cut_off() -> None:
+    answer = parse(changed(lambda b: b["meta_info"]["weight_versions"][1].update(version="5:4:17")), TRUNCATED)
+    assert answer.version_runs == [(5, 3, 2), (5, 4, 1)] and answer.labels == ("5:3", "5:4:17")
+    assert answer.until_not(lambda label: True) is answer
+    cut = answer.until_not(lambda label: label == "5:3")
+    assert cut == Answer([21, 37], [-0.5, -0.75], [(5, 3, 2)], "abort", [[7, 21], [37, 56]])
+    assert answer.until_not(lambda label: False) == Answer([], [], [], "abort", [])
+    routed = replace(answer, experts=np.zeros((6, 4), np.int16))  # of 4 prompt tokens and 2 sampled ones
+    assert routed.until_not(lambda label: label == "5:3").experts.shape == (5, 4)  # type: ignore[union-attr]
+
+
 def sealed(ordinal: int, **tensors: Any) -> Any:
     return seal(ordinal, 5, {name: TensorBits.of(np.asarray(value, np.float32)) for name, value in tensors.items()})
 

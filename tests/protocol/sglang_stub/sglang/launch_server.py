@@ -135,7 +135,8 @@ class Server:
         return web.json_response({"output_ids": ids, "meta_info": meta})
 
     async def abort(self, request: web.Request) -> web.Response:
-        prefix = (await request.json())["rid"]
+        asked = await request.json()
+        prefix = "" if asked.get("abort_all") else asked["rid"]
         self.aborted |= {body["rid"] for body in self.bodies if body.get("rid", "").startswith(prefix)}
         return web.Response()
 
