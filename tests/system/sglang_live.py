@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ T = TypeVar("T")
 LENGTH = 256
 ROWS = 16
 LINEAGE = 5
+CHANGED = ("0.self_attn.k_proj.weight", "1.mlp.up_proj.weight", "1.mlp.experts.gate_up_proj", "model.norm.weight")
 
 
 def need_sglang() -> None:
@@ -41,8 +42,10 @@ def need_sglang() -> None:
 class Live:
     """An engine with its server, and the model whose weights it is given."""
 
-    def __init__(self, model: Any, files: dict[str, bytes], folder: Path, **host: Any) -> None:
-        self.model, self.files, self.folder = model, files, folder
+    def __init__(
+        self, model: Any, files: dict[str, bytes], folder: Path, *, experts: bool = False, **host: Any
+    ) -> None:
+        self.model, self.files, self.folder, self._experts = model, files, folder, experts
         self.vocabulary = int(json.loads(files["config.json"])["vocab_size"])
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="sglang tests", daemon=True)
@@ -58,7 +61,7 @@ class Live:
         return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, limit_s), self.loop).result(limit_s + 5)
 
     async def _make(self, host: SglangHost, *, recompute: bool = False) -> SglangEngine:
-        shape = ServerShape("float32", ROWS, LENGTH)
+        shape = ServerShape("float32", ROWS, LENGTH, self._experts)
         engine = SglangEngine(host, shape, self.files, self.vocabulary, recompute=recompute)
         await engine.start()
         return engine
@@ -74,7 +77,7 @@ class Live:
     def update(self, *, whole: bool = False) -> StagedUpdate:
         """The model's present weights as the next version, and how to get there."""
         self.ordinal += 1
-        tensors = {name: TensorBits.of(p.detach().numpy().copy()) for name, p in self.model.named_parameters()}
+        tensors = {name: TensorBits.of(tensor.numpy().copy()) for name, tensor in checkpoint(self.model)}
         base = None if whole else self.held
         self.held = seal(self.ordinal, LINEAGE, tensors, base)
         return stage(list(encode(base, self.held)), base)
@@ -86,11 +89,11 @@ class Live:
         return update
 
     def change(self) -> None:
-        """A step: three tensors change, one of them fused in the engine."""
+        """A step: a few tensors change, some of them fused in the engine."""
         torch.manual_seed(100 + self.ordinal)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                if name.endswith(("0.self_attn.k_proj.weight", "1.mlp.up_proj.weight", "model.norm.weight")):
+                if name.endswith(CHANGED):
                     parameter.add_(torch.randn_like(parameter) * 0.05)
 
     def close(self) -> None:
@@ -99,6 +102,23 @@ class Live:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
         self.loop.close()
+
+
+def checkpoint(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters under their names in a checkpoint, where each expert has tensors of its own."""
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            yield name, tensor
+            continue
+        prefix, kind = name.rsplit(".", 1)
+        for number, expert in enumerate(tensor):
+            if kind == "down_proj":
+                yield f"{prefix}.{number}.down_proj.weight", expert
+            else:
+                gate, up = expert.chunk(2)
+                yield f"{prefix}.{number}.gate_proj.weight", gate
+                yield f"{prefix}.{number}.up_proj.weight", up
 
 
 def ask(prompt: Sequence[int] = (5, 6, 7, 8), **params: Any) -> GenerateRequest:
@@ -135,4 +155,19 @@ def replay(models: Mapping[int, Any], request: GenerateRequest, made: Generation
         chosen = table.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         worst = max(worst, float((chosen - torch.tensor(made.logprobs[at : at + count])).abs().max()))
         waiting, at = tokens[-1:], at + count
+    return worst
+
+
+def recomputed(models: Mapping[int, Any], request: GenerateRequest, made: Generation) -> float:
+    """Largest difference to log-probabilities of a whole forward under the version that sampled each token: what they are
+    where keys and values were computed again after an update (`models`: ordinal -> model)."""
+    at, worst = 0, 0.0
+    for _, ordinal, count in made.version_runs:
+        tokens = made.ids[at : at + count]
+        with torch.no_grad():
+            logits = models[ordinal](torch.tensor([[*request.ids, *made.ids[: at + count]]])).logits[0]
+        rows = logits[len(request.ids) + at - 1 : -1] / request.sampling.temperature
+        chosen = torch.log_softmax(rows, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        worst = max(worst, float((chosen - torch.tensor(made.logprobs[at : at + count])).abs().max()))
+        at += count
     return worst
