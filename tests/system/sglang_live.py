@@ -63,7 +63,11 @@ class Live:
     async def _make(self, host: SglangHost, *, recompute: bool = False) -> SglangEngine:
         shape = ServerShape("float32", ROWS, LENGTH, self._experts)
         engine = SglangEngine(host, shape, self.files, self.vocabulary, recompute=recompute)
-        await engine.start()
+        try:
+            await engine.start()
+        except BaseException:
+            await engine.close()
+            raise
         return engine
 
     async def attached(self, *, recompute: bool = False, **host: Any) -> SglangEngine:

@@ -113,7 +113,8 @@ def lives(
         made = {name: pool.submit(Live, *built[name], folders[name], experts=name == "mixture") for name in names}
         yield made
         for each in made.values():
-            each.result().close()
+            if each.exception() is None:
+                each.result().close()
 
 
 @pytest.fixture(scope="module", params=list(MODELS))

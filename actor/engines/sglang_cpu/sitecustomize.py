@@ -1,13 +1,17 @@
-"""Lets torchvision import beside a CPU build of torch, which SGLang needs at start-up and never uses here.
+"""Two things that SGLang needs beside a CPU build of torch.
 
-torchvision registers fake kernels for operators of its compiled extension; without that extension their schemas are
-missing and the import fails. The schemas alone are defined here, when torch is first imported.
+torchvision is imported at start-up and never used here. It registers fake kernels for operators of its compiled extension;
+without that extension their schemas are missing and the import fails. The schemas alone are defined here, right before.
+
+The routed experts of a mixture are kept in host memory that SGLang pins with CUDA whatever the device is. Without a GPU
+there is nothing to pin it for: buffers of the device "cpu" are plain memory.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -37,4 +41,30 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
         return None
 
 
-sys.meta_path.insert(0, _BeforeTorchvision())
+def _plain(dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any, *_: Any, **__: Any) -> Any:
+    return allocator.allocate(dims, dtype=dtype, device=device)
+
+
+class _AfterHostPools(importlib.abc.MetaPathFinder):
+    """Names the allocator of the device "cpu" once the module that holds them is loaded, then steps aside."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "sglang.srt.mem_cache.pool_host.common":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = spec.loader if spec is not None else None
+        if loader is not None:
+            run = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                module.ALLOC_MEMORY_FUNCS["cpu"] = _plain
+
+            loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path[:0] = [_BeforeTorchvision(), _AfterHostPools()]
