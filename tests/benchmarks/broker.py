@@ -388,9 +388,9 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
     )
     more = many["cpu_us"] / few["cpu_us"] - 1
     goal("broker, CPU a sample, 16 a message, of 512 peers over 8", "<= 0.2", more, more <= 0.2)
-    alone = add(best("direct", KIBIBYTE, n // 4, repeat, rate=round(half)))
-    relayed = add(best("pump", KIBIBYTE, n // 4, repeat, rate=round(half)))
-    add(best("proxy", KIBIBYTE, n // 4, repeat, rate=round(half)))
+    alone = add(best("direct", KIBIBYTE, n // 2, repeat, rate=round(half)))
+    relayed = add(best("pump", KIBIBYTE, n // 2, repeat, rate=round(half)))
+    add(best("proxy", KIBIBYTE, n // 2, repeat, rate=round(half)))
     added = relayed["p50_us"] - alone["p50_us"]
     goal("added latency at half load, p50, us", "< 150", added, added < 150)
     stopped = add(real.stopped(arguments.stopped_s, 256 * KIBIBYTE))
