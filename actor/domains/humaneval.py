@@ -46,11 +46,15 @@ class HumanEval(SingleTurn):
         self.problems = problems()
 
     def tasks(self, split: Split, level: int, seed: int) -> Task:
-        """Problem `seed` (modulo their number). ConfigError for training tasks."""
+        """Problem `seed` (modulo their number). ConfigError for training tasks.
+
+        The prompt ends with its last visible character: a tokenizer joins the newline with the indentation that follows, so
+        that after a newline of its own a model hardly ever indents.
+        """
         if split != "eval":
             raise ConfigError("humaneval is a benchmark without training tasks: set train = false for its domain")
         problem = self.problems[seed % len(self.problems)]
-        return Task(problem.task_id, problem.prompt, problem)
+        return Task(problem.task_id, problem.prompt.rstrip(), problem)
 
     async def score(self, task: Task, completion: Completion, grader: Grader) -> Score:
         """Executed on a sandbox worker; a completion cut by the length limit counts with what is there."""
@@ -62,7 +66,7 @@ class HumanEval(SingleTurn):
 
     def demonstration(self, task: Task) -> str | None:
         """The problem's own solution: what the check at load runs, never trained on."""
-        return str(task.private.canonical_solution)
+        return f"\n{task.private.canonical_solution}"
 
 
 def body_of(text: str) -> str:

@@ -208,6 +208,11 @@ def test_humaneval_is_whole_and_has_nothing_to_train_on() -> None:
     tasks = [domain.tasks("eval", 0, number) for number in range(164)]
     assert [task.key for task in tasks] == [f"HumanEval/{number}" for number in range(164)]
     assert domain.tasks("eval", 0, 164) == tasks[0]
+    assert all(task.prompt == task.private.prompt.rstrip() for task in tasks)
+    for task in tasks:  # the newline that the prompt leaves to the completion
+        said = domain.demonstration(task)
+        assert said is not None and said.startswith("\n")
+        assert humaneval.body_of(said) == "\n" + humaneval.body_of(task.private.canonical_solution)
     assert all(isinstance(task.prompt, str) and f"def {task.private.entry_point}" in task.prompt for task in tasks)
     with pytest.raises(ConfigError, match="train = false"):
         domain.tasks("train", 0, 0)
