@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from temper.actor.driver import EpisodeOver, SampleDriver
 from temper.actor.engines.base import Cancel, Engine, SamplingParams
+from temper.actor.grading_time import GradingTime
 from temper.actor.text import Text
 from temper.actor.tools import ToolLost, ToolSession
 from temper.common.config import Recipe
@@ -71,6 +72,7 @@ class _Context:
     engine: Engine
     text: Text
     grader: Grader
+    judging: GradingTime
     recipe: Recipe
     cancel: Cancel | None
     params: SamplingParams
@@ -86,13 +88,17 @@ async def run_lease(
     *,
     cancel: Cancel | None = None,
     on_sample: Callable[[SampleOut], None] | None = None,
+    on_prolonged: Callable[[float], None] | None = None,
 ) -> LeaseResult:
     """Run the samples that `lease` names. `cancel` ends it early (cause drain), with the finished ones kept.
 
-    `on_sample` hears of each sample as soon as it is scored. `lease.deadline_s` runs from this call.
+    `on_sample` hears of each sample as soon as it is scored. `lease.deadline_s` runs from this call; what jobs need beyond it
+    is told to `on_prolonged`, in seconds from then.
     """
     params = sampling_params(lease, text, recipe)
-    context = _Context(lease, domain, engine, text, grader, recipe, cancel, params)
+    limit = asyncio.timeout(lease.deadline_s)
+    judging = GradingTime(grader, recipe.sandbox, limit, SCORE_TIMEOUT_S, on_prolonged)
+    context = _Context(lease, domain, engine, text, grader, judging, recipe, cancel, params)
     result = LeaseResult()
     try:
         work = [_demonstrate(context, i) for i in lease.indices] if lease.lane == "demo" else _samples(context)
@@ -100,12 +106,13 @@ async def run_lease(
         return LeaseResult([], error.cause, str(error))
     tasks = [asyncio.create_task(one, name=lease_name(lease.lease_id)) for one in work]
     try:
-        async with asyncio.timeout(lease.deadline_s):
+        async with limit:
             for finished in asyncio.as_completed(tasks):
                 _collect(result, await _outcome(finished), on_sample)
     except TimeoutError:
         waiting = sum(not task.done() for task in tasks)
-        _fail(result, "infra", f"{waiting} samples unfinished at the lease's deadline of {lease.deadline_s:.0f} s")
+        end = f"the lease's deadline of {lease.deadline_s:.0f} s and what its jobs may take beyond it"
+        _fail(result, "infra", f"{waiting} samples unfinished at {end}")
     finally:
         for task in tasks:
             task.cancel()
@@ -228,7 +235,7 @@ async def _sample(context: _Context, task: Task, prompt: list[int], index: int) 
         raise Failed("infra", str(error)) from error
     finally:
         tools.abandon()
-    score = await score_completion(context.domain, context.lease.domain, task, completion, context.grader)
+    score = await score_completion(context.domain, context.lease.domain, task, completion, context.judging)
     return assemble(context, task, prompt, completion, score, index)
 
 

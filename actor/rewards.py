@@ -24,6 +24,7 @@ from temper.common.schema import Job, JobCancel, JobDone, Limits, SandboxJob, Ve
 
 REMEMBERED = 8192  # verdicts
 REMEMBERED_BYTES = 32 * 1024 * 1024
+WAIT_FADES = 0.9  # a wait that was measured counts so much less with each verdict that came sooner
 
 
 class Link(Protocol):
@@ -40,6 +41,7 @@ class _Execution:
     verdict: asyncio.Future[Verdict]
     body: Job
     frames: list[memoryview]
+    began: float
     waiting: int = 0
     sending: asyncio.Task[None] | None = None
 
@@ -66,6 +68,9 @@ class SandboxGrader:
         self._known_bytes = 0
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(6)
+        self._waited_s = 0.0  # how long jobs waited for their turn lately
+        self.queue_s = 0.0
+        """How long a job may wait for its turn: as others did lately, or as the oldest one has already. From any thread."""
         self.counts = GraderCounts()
 
     @property
@@ -100,6 +105,8 @@ class SandboxGrader:
         execution = self._by_id.pop(done.job_id, None)
         if execution is None:
             return  # cancelled meanwhile
+        self._waited_s = max(self._loop.time() - execution.began - max(done.wall_s, 0.0), self._waited_s * WAIT_FADES)
+        self._measure()
         try:
             verdict: Verdict = unpack_frames(frames, Verdict)
         except ProtocolError as error:
@@ -112,11 +119,16 @@ class SandboxGrader:
     def _start(self, job: SandboxJob, lease_id: int, domain: str) -> _Execution:
         job = msgspec.structs.replace(job, job_id=f"{self._prefix}-{next(self._numbers)}")
         body = Job(job.job_id, lease_id, domain, job.session_id, job.close_session)
-        execution = _Execution(job.job_id, self._loop.create_future(), body, pack_frames(job))
+        execution = _Execution(job.job_id, self._loop.create_future(), body, pack_frames(job), self._loop.time())
         self._by_id[job.job_id] = execution
+        self._measure()
         self.counts.jobs += 1
         execution.sending = self._loop.create_task(self._send(execution))
         return execution
+
+    def _measure(self) -> None:
+        oldest = next(iter(self._by_id.values()), None)
+        self.queue_s = max(0.0, self._waited_s, self._loop.time() - oldest.began if oldest is not None else 0.0)
 
     def end_session(self, name: str) -> None:
         """The episode of a session is over."""
@@ -179,6 +191,11 @@ class BoundGrader:
     async def run(self, job: SandboxJob) -> Verdict:
         """See `domains.Grader.run`."""
         return await on_loop(self._grader._loop, lambda: self._grader.run(job, self._lease_id, self._domain))
+
+    @property
+    def queue_s(self) -> float:
+        """See `grading_time.MeasuresQueue`. From any thread."""
+        return self._grader.queue_s
 
     def end_session(self, name: str) -> None:
         """See `tools.EndsSessions`. From any thread."""

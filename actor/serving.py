@@ -114,6 +114,7 @@ class Serving:
         self._loop = asyncio.get_running_loop()
         self._gate = RowGate(parts.engine.caps.max_rows)
         self.held: dict[tuple[int, int], Held] = {}
+        self._warned: set[str] = set()  # domains whose jobs may take longer than a stall
 
     def take(self, lease: Lease) -> Held:
         """Register a lease; `serve` it next."""
@@ -193,6 +194,7 @@ class Serving:
                     parts.recipe,
                     cancel=held.cancel,
                     on_sample=lambda sample: self._finished(held, sample),
+                    on_prolonged=lambda more_s: self._prolonged(held, more_s),
                 )
 
             running = asyncio.ensure_future(parts.threads.run(lease.domain, lease_name(lease.lease_id), work))
@@ -214,6 +216,14 @@ class Serving:
         """Called on the domain's thread."""
         held.finished.append(sample)
         self._loop.call_soon_threadsafe(held.wake.set)
+
+    def _prolonged(self, held: Held, more_s: float) -> None:
+        """Called on the domain's thread: the broker must leave the lease's jobs their time too."""
+        lease, patience_s = held.lease, self._parts.recipe.run.stall_timeout_s
+        if more_s > patience_s and lease.domain not in self._warned:
+            self._warned.add(lease.domain)
+            log(f"{lease.domain}: its jobs may take {more_s:.0f} s, longer than run.stall_timeout_s = {patience_s:g}")
+        self._loop.call_soon_threadsafe(self._parts.link.post, Touch(lease.lease_id, lease.attempt, more_s))
 
     async def _deliver_while(self, held: Held, running: asyncio.Future[LeaseResult]) -> None:
         while not running.done():

@@ -13,6 +13,7 @@ from temper.broker.fates import Fates
 from temper.broker.leases import LeaseRecord
 from temper.broker.state import RunState
 from temper.common import schema
+from temper.common.grading import MOST_GRADING_S
 
 ABANDONED = "this attempt was abandoned"
 
@@ -33,11 +34,14 @@ class Attempts:
         return record
 
     def touch(self, peer: PeerKey, body: schema.Touch, now: float) -> list[Action]:
-        """The attempt has its weights and begins: its deadline runs from here."""
+        """The attempt has its weights and begins: its deadline runs from here. Later touches leave its jobs their time."""
         record = self._find(peer, body.lease_id, body.attempt)
         if record is None:
             return [RefuseAttempt(peer, body.lease_id, body.attempt, ABANDONED)]
-        self.run.leases.touch(record, now + self.run.pacing.lease_timeout_s)
+        if not record.touched:
+            self.run.leases.touch(record, now + self.run.pacing.lease_timeout_s)
+        elif 0 < body.grading_s <= MOST_GRADING_S:
+            self.run.leases.prolong(record, now + body.grading_s)
         return []
 
     def returned(self, peer: PeerKey, body: schema.Return, now: float) -> list[Action]:

@@ -109,6 +109,11 @@ class LeaseBook:
             record.touched = True
             self._arm(record, deadline)
 
+    def prolong(self, record: LeaseRecord, deadline: float) -> None:
+        """The attempt's deadline does not come before this one."""
+        if deadline > record.deadline:
+            self._arm(record, deadline)
+
     def take_back(self, record: LeaseRecord, how: AttemptState) -> None:
         """The attempt out with a peer ended without its missing samples: the lease waits to go out again."""
         self._end_attempt(record, how)

@@ -56,7 +56,9 @@ class Pacing:
     max_token_lag: int = 8  # single tokens older than this many versions are masked; >= max_staleness
     batch_order: Literal["completion", "lease"] = "completion"  # lease: lag <= S exactly, waits for stragglers
     dynamic_sampling: bool = False  # groups all correct or all wrong become void(no contrast) and are replaced
-    lease_timeout_s: float = 120.0  # from the attempt's first token to its last sample
+    lease_timeout_s: float = (
+        120.0  # from the attempt's first token to its last sample; what its sandbox jobs may take comes on top
+    )
     weights_timeout_s: float = 120.0  # how long an attempt may wait for its min_version
     task_attempts: int = 2  # a task that fails by itself this often is quarantined and replaced
     infra_attempts: int = 6  # attempts that die of infrastructure before missing samples enter as outcome infra

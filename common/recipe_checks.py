@@ -12,6 +12,7 @@ from dataclasses import fields
 
 from temper.common.config import LORA_TARGETS, DomainConfig, Recipe
 from temper.common.errors import ConfigError
+from temper.common.grading import program_budget_s
 
 Rule = tuple[Callable[[Recipe], bool], Callable[[Recipe], str]]
 
@@ -301,6 +302,19 @@ CROSS: list[Rule] = [
         lambda r: (
             f"pacing.lease_timeout_s = {r.pacing.lease_timeout_s:g} leaves no time for grading, which may take "
             f"sandbox.wall_s = {r.sandbox.wall_s:g}"
+        ),
+    ),
+    (
+        lambda r: (
+            _executes(r)
+            and r.run.stall_timeout_s < r.pacing.lease_timeout_s + program_budget_s(r.sandbox.wall_s)
+            and r.run.stall_timeout_s >= r.pacing.lease_timeout_s
+        ),
+        lambda r: (
+            f"run.stall_timeout_s = {r.run.stall_timeout_s:g} leaves no time for grading: a program of sandbox.wall_s = "
+            f"{r.sandbox.wall_s:g} may take {program_budget_s(r.sandbox.wall_s):g} s on a loaded host, beyond "
+            f"pacing.lease_timeout_s = {r.pacing.lease_timeout_s:g}: expected at least "
+            f"{r.pacing.lease_timeout_s + program_budget_s(r.sandbox.wall_s):g}"
         ),
     ),
     (

@@ -207,11 +207,13 @@ class Lease(Body, frozen=True):
 
 
 class Touch(Body, frozen=True):
-    """actor -> B: the attempt has started (its weights are there): the deadline runs from here."""
+    """actor -> B: the attempt has started (its weights are there): the deadline runs from here. Again with `grading_s`: its
+    jobs may take that many seconds from now, so its deadline does not come sooner."""
 
     KIND: ClassVar[int] = 17
     lease_id: int
     attempt: int
+    grading_s: float = 0.0
 
 
 class Return(Body, frozen=True):

@@ -20,17 +20,18 @@ import struct
 import subprocess
 from collections.abc import Sequence
 
+from temper.common.grading import KILL_TIMEOUT_S, START_TIMEOUT_S
+from temper.common.log import log
 from temper.common.schema import Limits
 from temper.sandbox import tree
 from temper.sandbox.cgroups import Hierarchy, Leaf
 from temper.sandbox.inside import protocol
 from temper.sandbox.jail import Profile
 from temper.sandbox.outlast import outlast
-from temper.sandbox.run import KILL_TIMEOUT_S, JailFailed, Request, Run
+from temper.sandbox.run import JailFailed, Request, Run
 from temper.sandbox.spawner import Spawner
 from temper.sandbox.verdicts import Facts
 
-START_TIMEOUT_S = 20.0
 _CREDENTIALS = struct.Struct("3i")
 _ANCILLARY = socket.CMSG_SPACE(_CREDENTIALS.size)
 
@@ -48,6 +49,7 @@ class Cell:
         self._leaving = False  # the init was told to end, another one will come
         self.idle_address_bytes = 0  # address space of the init, which every program starts with
         self.leaf: Leaf | None = None
+        self._joining: asyncio.Task[None] | None = None
         self.began = asyncio.Event()  # some program has been asked for
         self.jails = 1  # how many this nsjail has made
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -69,15 +71,16 @@ class Cell:
         return cell
 
     async def _start(self, hierarchy: Hierarchy, name: str, profile: Profile) -> None:
+        if hierarchy.roots:
+            self.leaf = hierarchy.leaf(name)
         self._log_fd, log_far = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self._log_fd, False)
+        for end in (self._log_fd, log_far):
+            os.set_blocking(end, False)  # a full log loses lines and stops nobody
         try:  # also when cancelled: what the thread starts must be known to be ended, and needs our descriptors until then
             await outlast(self._spawn(profile, log_far))
         finally:
             os.close(log_far)
             self._far.close()
-        if hierarchy.roots:
-            self.leaf = hierarchy.leaf(name)
         self._loop.add_reader(self._control.fileno(), self._on_control)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -87,7 +90,8 @@ class Cell:
 
     async def _spawn(self, profile: Profile, log_far: int) -> None:
         far = self._far.fileno()
-        self._process = await self._spawner.call(lambda: self._spawner.start(profile, far, log_far))
+        born = self.leaf.born if self.leaf is not None else ()
+        self._process = await self._spawner.call(lambda: self._spawner.start(profile, far, log_far, born))
 
     def _on_control(self) -> None:
         try:
@@ -100,10 +104,10 @@ class Cell:
             try:
                 self._meet(next(_CREDENTIALS.unpack(raw)[0] for _, kind, raw in ancillary if kind == 2))
             except OSError as error:
-                self._lost(f"its cgroup does not take it: {error}")
+                self._lost(f"its init is gone: {error}")
         elif data[:1] == b"E":
             self._lost(f"its init failed: {data[1:].decode(errors='replace')}")
-        elif len(data) == protocol.REPORT.size:
+        elif len(data) == protocol.REPORT_BYTES:
             if self._report is not None and not self._report.done():
                 self._report.set_result(data)
         else:
@@ -119,7 +123,20 @@ class Cell:
             self._leaving = False
             self.idle_address_bytes = tree.address_bytes(pid)
             if self.leaf is not None:
-                self.leaf.add(pid)
+                self._joining = asyncio.ensure_future(self._join(self.leaf, pid))
+                return
+        self._be_ready()
+
+    async def _join(self, leaf: Leaf, pid: int) -> None:
+        try:
+            await self._spawner.call(lambda: leaf.add(pid))
+        except OSError as error:
+            if self.alive:
+                self._lost(f"its cgroup does not take it: {error}")
+        else:
+            self._be_ready()
+
+    def _be_ready(self) -> None:
         if not self._leaving and not self._ready.done():
             self._ready.set_result(None)
 
@@ -214,19 +231,23 @@ class Cell:
     async def stop(self) -> None:
         """End the jail and leave nothing. Idempotent."""
         self.kill()
-        if self._process is not None and self._process.returncode is None:
-            await self._reap()
-        if self.leaf is not None:
-            leaf, self.leaf = self.leaf, None
-            await self._spawner.call(leaf.remove)
-        if self._control.fileno() >= 0:
-            self._lost()
-            self._control.close()
-            self._far.close()
-        self._forget_init()
-        log_fd, self._log_fd = self._log_fd, -1
-        if log_fd >= 0:
-            os.close(log_fd)
+        try:
+            if self._process is not None and self._process.returncode is None:
+                await self._reap()
+            if self._joining is not None:
+                await asyncio.wait([self._joining])
+            if self.leaf is not None:
+                leaf, self.leaf = self.leaf, None
+                await self._spawner.call(leaf.remove)
+        finally:
+            if self._control.fileno() >= 0:
+                self._lost()
+                self._control.close()
+                self._far.close()
+            self._forget_init()
+            log_fd, self._log_fd = self._log_fd, -1
+            if log_fd >= 0:
+                os.close(log_fd)
 
     async def _reap(self) -> None:
         assert self._process is not None
@@ -248,7 +269,8 @@ class Cell:
                 except TimeoutError:
                     if self.leaf is not None:
                         self.leaf.kill()
-            self._process.wait(timeout=KILL_TIMEOUT_S)
+            if self._process.poll() is None:
+                log(f"nsjail (process {self._process.pid}) does not end: the kernel holds it")
         finally:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)

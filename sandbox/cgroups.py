@@ -2,7 +2,8 @@
 
 `discover` finds out what this host lets the worker do, by doing it; where nothing is possible `Leaf` is absent and only
 rlimits hold. The jail's init is moved into its leaf before any program runs, so every process of the program is in it
-from birth, and the init's own memory, charged earlier, does not count.
+from birth, and the init's own memory, charged earlier, does not count. Moving takes the kernel milliseconds for each
+hierarchy; where memory has one of its own (version 1), nsjail is born into the others with all of its jails.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +40,9 @@ class Hierarchy:
             if folder not in folders.values():
                 folder.mkdir()
             folders[controller] = folder
-        return Leaf(self.version, folders)
+        return Leaf(
+            self.version, folders, sorted({*folders.values()} - {folders.get("memory")}) if "memory" in folders else ()
+        )
 
     def remove(self) -> None:
         """Remove every leaf and the hierarchy's own folders; what still runs in them is killed."""
@@ -145,17 +149,21 @@ def _usable(root: Path) -> bool:
 class Leaf:
     """The cgroup of one jail."""
 
-    def __init__(self, version: int, folders: dict[str, Path]) -> None:
+    def __init__(self, version: int, folders: dict[str, Path], born: Sequence[Path] = ()) -> None:
+        """`born`: those folders that nsjail enters itself before it makes jails."""
         self.version = version
+        self.born = [folder / "cgroup.procs" for folder in born]
         self._folders = folders
+        self._joined = sorted({*folders.values()} - {*born})
+        self._residents = 1 if folders.get("pids") in born else 0  # nsjail counts as a process there
         self._limits: dict[tuple[str, str], int] = {}
         self._open: dict[tuple[str, str], int] = {}  # files that are read for every program stay open
         self._oom_before = 0
         self._cpu_before = 0.0
 
     def add(self, pid: int) -> None:
-        """Move a process into the leaf."""
-        for folder in set(self._folders.values()):
+        """Move an init into the leaf, as far as it was not born there. Blocks for milliseconds."""
+        for folder in self._joined:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def _set(self, controller: str, name: str, value: int) -> None:
@@ -179,7 +187,7 @@ class Leaf:
             self._set("memory", "memory.max", memory_bytes)
             self._set("memory", "memory.swap.max", 0)
             self._reset("memory", "memory.peak")
-        self._set("pids", "pids.max", pids)
+        self._set("pids", "pids.max", pids + self._residents)
         self._oom_before = self._oom_total()
         self._cpu_before = self._cpu_total()
 

@@ -59,6 +59,7 @@ class SandboxDaemon(PeerDaemon):
     async def start(self) -> None:
         """The worker first: jobs may arrive as soon as the broker knows us."""
         self._worker = Worker(self.host, self.slots)
+        self._worker.on_test = lambda: self.progress("a test ended")  # a job of many tests is no stall
         await self._worker.__aenter__()
         limits = ", ".join(self._worker.hierarchy.names) or "none: rlimits only"
         log(f"jails by {self.host.nsjail}; limits that the kernel enforces for whole program trees: {limits}")

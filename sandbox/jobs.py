@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from typing import Any
 
 import msgspec
+from temper.common.grading import suite_wall_s
 from temper.common.schema import Checker, Limits, SandboxJob, TestCase, Verdict
 from temper.sandbox import verdicts
 from temper.sandbox.cell import Cell
@@ -59,8 +60,9 @@ class Visit:
         await self._stack.__aexit__(*raised)
 
 
-async def run_job(lend: Lend, job: SandboxJob, judges: Lend) -> Verdict:
-    """Build and test `job`; `lend` gives jails for the program, `judges` for suites and checkers."""
+async def run_job(lend: Lend, job: SandboxJob, judges: Lend, on_test: Callable[[], None] = lambda: None) -> Verdict:
+    """Build and test `job`; `lend` gives jails for the program, `judges` for suites and checkers. `on_test` hears of each
+    test's end."""
     language = LANGUAGES[job.language]
     files = dict(job.files)
     async with Visit(lend, job.jail_per_test) as visit:
@@ -80,6 +82,7 @@ async def run_job(lend: Lend, job: SandboxJob, judges: Lend) -> Verdict:
                 kept += len(facts.stdout) + len(facts.stderr)
                 runs.append(facts if kept <= KEPT_BYTES else without_output(facts))
                 judged.append(judgement)
+                on_test()
     return verdicts.verdict_of(runs, judged, weak=any(test.suite and test.weak for test in job.tests))
 
 
@@ -153,7 +156,9 @@ async def check(facts: Facts, test: TestCase, job: SandboxJob, checker: Checker,
 
 def suite_limits(limits: Limits) -> Limits:
     """The suite waits for the program, so it must be the last to run out of time."""
-    return msgspec.structs.replace(limits, wall_s=limits.wall_s * 2 + 5, cpu_s=limits.cpu_s + 2, memory_bytes=1 << 28)
+    return msgspec.structs.replace(
+        limits, wall_s=suite_wall_s(limits.wall_s), cpu_s=limits.cpu_s + 2, memory_bytes=1 << 28
+    )
 
 
 async def run_suite(cell: Cell, job: SandboxJob, test: TestCase, judges: Lend) -> tuple[Facts, Judgement]:
@@ -164,23 +169,26 @@ async def run_suite(cell: Cell, job: SandboxJob, test: TestCase, judges: Lend) -
     suite = {SUITE_FILE: test.suite, "temper_suite.py": inside("suite"), "temper_plain.py": plain}
     async with judges() as judge:
         with ExitStack() as stack:
-            calls, calls_in = os.pipe2(os.O_CLOEXEC)
-            replies, replies_in = os.pipe2(os.O_CLOEXEC)
-            ends = (stack.enter_context(ExitStack()), stack.enter_context(ExitStack()))
-            for end, fds in zip(ends, ((calls, replies_in), (replies, calls_in)), strict=True):
-                for fd in fds:
-                    end.callback(os.close, fd)
-            bundles = [
-                sealed("program", pack_bundle(("temper_candidate.py",), program, job.seed)),
-                sealed("suite", pack_bundle(("temper_suite.py",), suite, job.seed)),
-            ]
-            for fd in bundles:
-                stack.callback(os.close, fd)
+            served_ends, asking_ends = stack.enter_context(ExitStack()), stack.enter_context(ExitStack())
+            calls, calls_in = pipe(served_ends, asking_ends)
+            replies, replies_in = pipe(asking_ends, served_ends)
+            bundles = []
+            for name, files in (("temper_candidate.py", program), ("temper_suite.py", suite)):
+                bundles.append(sealed(name, pack_bundle((name,), files, job.seed)))
+                stack.callback(os.close, bundles[-1])
             # Each run closes our copies once it has sent them, or nobody would ever see an end of file.
-            served = Request(protocol.PYTHON, bundles[0], calls, stdout=replies_in, on_sent=ends[0].close)
-            asking = Request(protocol.PYTHON, bundles[1], replies, stdout=calls_in, on_sent=ends[1].close)
+            served = Request(protocol.PYTHON, bundles[0], calls, stdout=replies_in, on_sent=served_ends.close)
+            asking = Request(protocol.PYTHON, bundles[1], replies, stdout=calls_in, on_sent=asking_ends.close)
             facts, asked = await _both([cell.run(served, job.limits), judge.run(asking, limits)])
     return facts, verdicts.judge_suite(facts, asked, job.limits, limits)
+
+
+def pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
+    """A pipe whose ends these stacks close."""
+    source, sink = os.pipe2(os.O_CLOEXEC)
+    reader.callback(os.close, source)
+    writer.callback(os.close, sink)
+    return source, sink
 
 
 async def _both(runs: Sequence[Coroutine[Any, Any, Facts]]) -> list[Facts]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 
+from temper.common.grading import BUILD_WALL_S
 from temper.common.schema import Limits
 from temper.sandbox.inside import protocol
 
@@ -44,7 +45,7 @@ class Language:
 
 
 PROGRAM = "program"
-BUILD_LIMITS = Limits(wall_s=60.0, cpu_s=20.0, memory_bytes=1 << 30, pids=64, output_bytes=64 * 1024)
+BUILD_LIMITS = Limits(wall_s=BUILD_WALL_S, cpu_s=20.0, memory_bytes=1 << 30, pids=64, output_bytes=64 * 1024)
 BUILT_LIMIT_BYTES = 16 * 1024 * 1024
 
 LANGUAGES: dict[str, Language] = {

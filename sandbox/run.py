@@ -14,18 +14,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from temper.common.grading import KILL_TIMEOUT_S, MOST_SLACK
 from temper.common.schema import Limits
 from temper.sandbox import tree
 from temper.sandbox.inside import protocol
-from temper.sandbox.streams import Stream, sealed
+from temper.sandbox.streams import sealed, streams
 from temper.sandbox.verdicts import Facts, Killed
 
 if TYPE_CHECKING:
     from temper.sandbox.cell import Cell
 
-KILL_TIMEOUT_S = 3.0
 CHECK_S = 0.1
-MOST_SLACK = 5.0  # times the wall limit: the most that a loaded host may prolong it
 HEADROOM_BYTES = 512 * 1024 * 1024  # address space beyond the memory limit where a cgroup decides
 ROOM_BYTES = 64 * 1024 * 1024  # the same where nothing but the rlimit decides: libraries, stacks
 FILE_BYTES = 64 * 1024 * 1024
@@ -62,9 +61,7 @@ def header_of(cell: Cell, request: Request, limits: Limits) -> bytes:
     address += ROOM_BYTES if cell.leaf is None else HEADROOM_BYTES
     if request.unbounded_address_space:
         address = 0
-    return protocol.REQUEST.pack(
-        request.kind, request.flags, limits.cpu_s, address, FILE_BYTES, limits.pids + 1, DESCRIPTORS
-    )
+    return protocol.pack(request.kind, request.flags, limits.cpu_s, address, FILE_BYTES, limits.pids + 1, DESCRIPTORS)
 
 
 class Run:
@@ -78,8 +75,8 @@ class Run:
         self._killed: Killed | None = None
         self._request = request
         limit = limits.output_bytes
-        self._out = Stream(loop, limit if request.stdout_limit is None else request.stdout_limit, self._flood)
-        self._err = Stream(loop, limit, self._flood)
+        out_limit = limit if request.stdout_limit is None else request.stdout_limit
+        self._out, self._err = streams(loop, (out_limit, limit), self._flood)
         self._timer: asyncio.TimerHandle | None = None
         self._started = 0.0
         self._deadline = 0.0
@@ -112,15 +109,15 @@ class Run:
             return self._died(str(failed))
         self._out.drain()
         self._err.drain()
-        status, cpu_s, wall_s, peak_kib, _, over = protocol.REPORT.unpack(data)
-        peak = peak_kib * 1024
+        status, cpu_s, wall_s, peak_kib, _, over = protocol.unpack(data)
+        peak = int(peak_kib) * 1024
         oom_kills = 0
         if cell.leaf is not None:
             cpu_s = max(cpu_s, cell.leaf.cpu_s() or 0.0)
             peak = max(peak, cell.leaf.peak_bytes() or 0)
             oom_kills = cell.leaf.oom_kills()
         killed = self._killed or ("cpu" if over else None)
-        return self._facts(status, wall_s=wall_s, cpu_s=cpu_s, peak_bytes=peak, oom_kills=oom_kills, killed=killed)
+        return self._facts(int(status), wall_s=wall_s, cpu_s=cpu_s, peak_bytes=peak, oom_kills=oom_kills, killed=killed)
 
     def _died(self, why: str) -> Facts:
         """The init is gone: for memory if the kernel says so, else the jail failed."""

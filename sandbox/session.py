@@ -11,7 +11,9 @@ import contextlib
 import os
 import struct
 import time
+from collections.abc import Callable
 
+from temper.common.grading import KILL_TIMEOUT_S, MOST_SLACK
 from temper.common.log import log
 from temper.common.schema import Limits, SandboxJob, TestCase, Verdict
 from temper.sandbox import tree, verdicts
@@ -21,7 +23,7 @@ from temper.sandbox.inside import protocol
 from temper.sandbox.jail import INSIDE_IN_JAIL
 from temper.sandbox.jobs import run_files
 from temper.sandbox.run import CHECK_S, JailFailed, Request, header_of
-from temper.sandbox.streams import Stream, pack_bundle, sealed
+from temper.sandbox.streams import Stream, pack_bundle, sealed, streams
 from temper.sandbox.verdicts import Facts, Killed
 
 INTERRUPT_S = 1.0
@@ -52,6 +54,15 @@ class Session:
     async def open(cls, cell: Cell, job: SandboxJob) -> Session:
         """Start the session's interpreter in `cell`, with the job's files in its workspace."""
         session = cls(cell, job)
+        try:
+            await session._open(job)
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def _open(self, job: SandboxJob) -> None:
+        cell = self._cell
         await cell.ready()
         if cell.leaf is not None:
             cell.leaf.arm(job.limits.memory_bytes, job.limits.pids + 1)
@@ -61,25 +72,26 @@ class Session:
         kind = protocol.PYTHON if python else protocol.COMMAND
         with contextlib.ExitStack() as stack:
             bundle = sealed("session", pack_bundle(arguments, job.files, job.seed))
+            stack.callback(os.close, bundle)
             nothing = sealed("stdin", b"")
-            commands, session._commands = os.pipe2(os.O_CLOEXEC)
-            session._done, done = os.pipe2(os.O_CLOEXEC)
-            for fd in (bundle, nothing, commands, done):
-                stack.callback(os.close, fd)
-            os.set_blocking(session._done, False)
-            os.set_blocking(session._commands, False)
-            session._streams = [Stream(session._loop, job.limits.output_bytes, session._flood) for _ in range(2)]
+            stack.callback(os.close, nothing)
+            commands, self._commands = os.pipe2(os.O_CLOEXEC)
+            stack.callback(os.close, commands)
+            self._done, done = os.pipe2(os.O_CLOEXEC)
+            stack.callback(os.close, done)
+            os.set_blocking(self._done, False)
+            os.set_blocking(self._commands, False)
+            self._streams = streams(self._loop, (job.limits.output_bytes,) * 2, self._flood)
             # The cpu limit of the process is the session's: steps are measured and interrupted by this side.
             limits = Limits(cpu_s=3600.0, memory_bytes=job.limits.memory_bytes, pids=job.limits.pids)
             header = header_of(cell, Request(kind, bundle, flags=protocol.KEEP), limits)
-            session._ended = cell.begin()
-            out, err = session._streams
+            self._ended = cell.begin()
+            out, err = self._streams
             cell.send(header, (bundle, nothing, out.far, err.far, done, commands))
             out.close_far()
             err.close_far()
-        session._loop.add_reader(session._done, session._on_done)
-        session._watch_idle()
-        return session
+        self._loop.add_reader(self._done, self._on_done)
+        self._watch_idle()
 
     def _watch_idle(self) -> None:
         """Once a second: what is left running between steps has a step's cpu time, then the session ends."""
@@ -124,10 +136,11 @@ class Session:
         self._flooded = False
         leaf = self._cell.leaf
         cpu_before, oom_before = self._cpu_s(), leaf.oom_kills() if leaf is not None else 0
+        waited_before = tree.usage(self._cell.init_pid).waited_s
         started = time.monotonic()
         self._idle_cpu_s = None
         await self._send(test.stdin)
-        killed = await self._until_done(limits, started, cpu_before)
+        killed = await self._until_done(lambda: self._exceeded(limits, started, cpu_before, waited_before))
         self._idle_cpu_s = self._cpu_s()
         for stream in self._streams:
             stream.drain()
@@ -158,26 +171,38 @@ class Session:
             except OSError:
                 return  # it is gone, as `_until_done` will see
 
-    async def _until_done(self, limits: Limits, started: float, cpu_before: float) -> Killed | None:
-        """Wait for the step's end; interrupt it when it is over its limits, then end the session."""
+    async def _until_done(self, exceeded: Callable[[], Killed | None]) -> Killed | None:
+        """Wait for the step's end; interrupt it when it is over its limits, then end the session, then its jail."""
         killed: Killed | None = None
         patience = float("inf")
         while not self._step.done() and not self._ended.done():
             await asyncio.wait([self._step, self._ended], timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED)
             now = time.monotonic()
             if killed is None and not self._step.done():
-                if self._cpu_s() - cpu_before > limits.cpu_s:
-                    killed = "cpu"
-                elif now - started > limits.wall_s:
-                    killed = "wall"
-                if killed or self._flooded:
-                    killed = killed or "output"
-                    patience = now + INTERRUPT_S
+                killed = "output" if self._flooded else exceeded()
+                if killed:
+                    patience = now + (0.0 if killed == "memory" else INTERRUPT_S)
                     self._interrupt()
             if now > patience and not self.over:
                 self.over = "the session has ended: a step did not stop"
-                self._cell.send(b"K")
+                with contextlib.suppress(JailFailed):
+                    self._cell.send(b"K")
+            if now > patience + KILL_TIMEOUT_S:
+                self._cell.kill()
         return killed
+
+    def _exceeded(self, limits: Limits, started: float, cpu_before: float, waited_before: float) -> Killed | None:
+        """The limit that a step has passed. As for programs: a step that was ready to run but got no cpu is not late."""
+        if self._cpu_s() - cpu_before > limits.cpu_s:
+            return "cpu"
+        late_s = time.monotonic() - started - limits.wall_s
+        if self._cell.leaf is None or late_s > 0:
+            used = tree.usage(self._cell.init_pid, limits.memory_bytes)
+            if self._cell.leaf is None and used.memory_bytes > limits.memory_bytes:
+                return "memory"
+            if late_s > min(max(0.0, used.waited_s - waited_before), MOST_SLACK * limits.wall_s):
+                return "wall"
+        return None
 
     async def _status(self) -> int | None:
         """Wait status of the step: 0 or an exit code 1 by what was told; the process's own when it is gone."""
@@ -185,7 +210,7 @@ class Session:
             return 0 if self._step.result() == b"0" else 1 << 8
         try:
             async with asyncio.timeout(INTERRUPT_S * 3):
-                status, *_ = protocol.REPORT.unpack(await asyncio.shield(self._ended))
+                status: int | None = int(protocol.unpack(await asyncio.shield(self._ended))[0])
         except (JailFailed, TimeoutError):
             status = None
         self.over = self.over or "the session has ended"

@@ -8,8 +8,10 @@ mount, and it vanishes with the worker. The thread lives as long as the process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
+import py_compile
 import resource
 import shutil
 import subprocess
@@ -30,8 +32,13 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 T = TypeVar("T")
 
 
-INIT_PARTS = ("init", "program", "protocol", "warm", "workspace")
+INIT_PARTS = ("init", "libc", "program", "protocol", "warm", "workspace")
 SERVED = ("repl.py", "shell.sh", "snapshot.py")  # run from there: a session's workspace is its own
+ETC = {
+    "passwd": "nobody:x:65534:65534:nobody:/tmp:/bin/sh\n",
+    "group": "nogroup:x:65534:\n",
+    "nsswitch.conf": "hosts: files\n",
+}
 _COMPILE = """
 import py_compile, sys
 for source, target, name in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3]):
@@ -48,14 +55,28 @@ def compiled_inside(interpreter: Interpreter, folder: Path) -> Path:
     for part in INIT_PARTS:
         name = "init" if part == "init" else f"temper_{part}"
         parts += [str(INSIDE / f"{part}.py"), str(target / f"{name}.pyc"), f"{name}.py"]
-    command = [str(interpreter.binary), "-I", "-S", "-c", _COMPILE, *parts]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode != 0:
-        raise EnvironmentFault(f"the sandbox's interpreter {interpreter.binary} failed: {done.stderr.strip()[-300:]}")
+    if interpreter == Interpreter.of():
+        for source, compiled, name in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+            py_compile.compile(source, compiled, name, doraise=True, optimize=2)
+    else:
+        command = [str(interpreter.binary), "-I", "-S", "-c", _COMPILE, *parts]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        if done.returncode != 0:
+            raise EnvironmentFault(
+                f"the sandbox's interpreter {interpreter.binary} failed: {done.stderr.strip()[-300:]}"
+            )
     for name in SERVED:
         (target / name).write_bytes((INSIDE / name).read_bytes())
-    for path in target.iterdir():
-        path.chmod(0o444)
+    etc = target / "etc"
+    etc.mkdir(mode=0o755)
+    for name, text in ETC.items():
+        (etc / name).write_text(text)
+    with contextlib.suppress(
+        OSError
+    ):  # where the linker finds the libraries of /usr: else it tries folder after folder
+        (etc / "ld.so.cache").write_bytes(Path("/etc/ld.so.cache").read_bytes())
+    for path in (*target.iterdir(), *etc.iterdir()):
+        path.chmod(0o755 if path == etc else 0o444)
     return target
 
 
@@ -65,6 +86,12 @@ def uncored() -> list[str]:
     prlimit = shutil.which("prlimit")
     may = resource.getrlimit(resource.RLIMIT_CORE)[1] != 0 or os.geteuid() == 0
     return [prlimit, f"--core={CORE_BYTES}:{CORE_BYTES}"] if prlimit and may else []
+
+
+def enter(born: Sequence[Path]) -> list[str]:
+    """Words before a command that put it into cgroups first. Empty for none."""
+    script = 'n=$0; while [ "$n" -gt 0 ]; do echo $$ >"$1" || exit 1; shift; n=$((n - 1)); done; exec "$@"'
+    return ["/bin/sh", "-c", script, str(len(born)), *map(str, born)] if born else []
 
 
 class Spawner:
@@ -91,8 +118,10 @@ class Spawner:
         """Run a short blocking call in the spawner's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
-    def start(self, profile: Profile, control_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
-        """Start one jail (call it in the thread)."""
+    def start(
+        self, profile: Profile, control_fd: int, log_fd: int, born: Sequence[Path] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Start one jail (call it in the thread), in the cgroups with these cgroup.procs."""
         pid_fd = _last_pid_fd()
         try:
             command = self.host.command(
@@ -106,7 +135,9 @@ class Spawner:
                 self._below,
             )
             return _popen(
-                [*self._follower, *command], log_fd, (control_fd, log_fd, *((pid_fd,) if pid_fd >= 0 else ()))
+                [*self._follower, *enter(born), *command],
+                log_fd,
+                (control_fd, log_fd, *((pid_fd,) if pid_fd >= 0 else ())),
             )
         finally:
             if pid_fd >= 0:

@@ -37,6 +37,19 @@ def pack_bundle(arguments: Sequence[str], files: Mapping[str, bytes], seed: int 
     return b"".join(struct.pack("<I", len(item)) + item for item in items)
 
 
+def streams(loop: asyncio.AbstractEventLoop, limits: Sequence[int], on_flood: Callable[[], None]) -> list[Stream]:
+    """One for each limit, or an OSError and none."""
+    made: list[Stream] = []
+    try:
+        for limit in limits:
+            made.append(Stream(loop, limit, on_flood))
+    except BaseException:
+        for stream in made:
+            stream.close()
+        raise
+    return made
+
+
 class Stream:
     """A bounded reader of one pipe."""
 

@@ -8,6 +8,7 @@ per-process rlimits. Where cgroups work, nothing here is used.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +50,12 @@ def usage(root: int, memory_limit: int = 1 << 62) -> Usage:
         try:
             resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-            delays = Path(f"/proc/{pid}/schedstat").read_text().split()
         except (OSError, ValueError):
             continue
+        with contextlib.suppress(OSError, IndexError):  # a kernel may not account for waits
+            waited = max(waited, int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9)
         memory += resident * _PAGE
         cpu += sum(map(int, fields[11:15])) / _TICKS
-        waited = max(waited, int(delays[1]) / 1e9)
     if memory > memory_limit:
         memory = sum(map(proportional_bytes, pids))
     return Usage(memory, cpu, waited)

@@ -8,7 +8,7 @@ cancelled, nothing of the job is left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from temper.common.log import log
@@ -44,13 +44,19 @@ class Worker:
         self._cells = self._counted = 0
         self.running: set[Cell] = set()
         self.began = asyncio.Event()  # some job has begun to run
+        self.on_test: Callable[[], None] = lambda: None  # some test of some job has ended
         self._pools: dict[tuple[str, str], Pool] = {}
         self.sessions = Sessions(lambda: self._start(self.host.fresh(tuple(self.host.libraries))), self._stop)
 
     async def __aenter__(self) -> Worker:
-        self._state.sweep()
-        self.hierarchy = discover(self._state.name)
-        self._spawner = Spawner(self.host, self._state.folder)
+        try:
+            self._state.sweep()
+            self.hierarchy = discover(self._state.name)
+            self._spawner = Spawner(self.host, self._state.folder)
+        except BaseException:
+            self.hierarchy.remove()
+            self._state.close()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -87,10 +93,10 @@ class Worker:
         profile = self._profile(job)
         for _ in range(self.attempts - 1):
             try:
-                return await run_job(lambda: self._busy(profile, job.mode), job, self._judges)
+                return await run_job(lambda: self._busy(profile, job.mode), job, self._judges, self.on_test)
             except JailFailed as error:
                 log(f"job {job.job_id}: a jail failed, taking another one: {error}")
-        return await run_job(lambda: self._busy(profile, job.mode), job, self._judges)
+        return await run_job(lambda: self._busy(profile, job.mode), job, self._judges, self.on_test)
 
     @asynccontextmanager
     async def _busy(self, profile: Profile, mode: str) -> AsyncIterator[Cell]:

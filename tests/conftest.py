@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-ATTACK = Path(__file__).with_name("attack")
+ATTACK = "tests/attack/"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`--dist loadgroup` keeps a group on one worker."""
-    for item in items:
-        if ATTACK in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("attack"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """All attacks on one worker, every other test wherever there is room. (xdist's own `loadgroup` renames tests, which newer
+    versions of pytest do not let it.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return ATTACK if nodeid.startswith(ATTACK) else nodeid
+
+    return Scheduling(config, log)

@@ -10,18 +10,16 @@ milliseconds. It guarantees that
 """
 
 import _signal as signal
-import _socket
-import _struct as struct
 import posix
-import select
 import sys
 import time
 from posix import _exit
 
 sys.path.insert(0, "/opt/temper")
 
+from temper_libc import Control
 from temper_program import child, prepare
-from temper_protocol import KEEP, REPORT, REQUEST
+from temper_protocol import KEEP, REQUEST_BYTES, pack, unpack
 from temper_warm import Pids, bound_the_users_pools, open_streams, warm_up
 from temper_workspace import clean, inodes_used, is_folder, level_spaces
 
@@ -47,26 +45,22 @@ def interrupt(group: int) -> None:
         pass
 
 
-def watch(sock: _socket.socket, pid: int, cpu_s: float) -> tuple[int, float, int, bool]:
+def watch(control: Control, pid: int, cpu_s: float) -> tuple[int, float, int, bool]:
     """Wait for the program's main process while the worker may ask for its death; reap what is reparented to us."""
     clock = (~pid << 3) | 2  # the process's cpu clock, see clock_getcpuclockid(3)
     over = False
     total, peak = 0.0, 0
     pidfd = posix.pidfd_open(pid)
-    poller = select.poll()
-    poller.register(sock.fileno(), select.POLLIN)
-    poller.register(pidfd, select.POLLIN)
     status = None
     while status is None:
-        for fd, _ in poller.poll(POLL_MS):
-            if fd == sock.fileno():
-                word = sock.recv(1)
-                if word == b"I":
-                    interrupt(pid)
-                elif word == b"K":
-                    kill_all()
-                else:
-                    _exit(0)  # the worker is gone
+        if control.wait(pidfd, POLL_MS):
+            word = posix.read(control.fd, 1)
+            if word == b"I":
+                interrupt(pid)
+            elif word == b"K":
+                kill_all()
+            else:
+                _exit(0)  # the worker is gone
         try:
             if not over and time.clock_gettime(clock) > cpu_s:
                 over = True
@@ -110,23 +104,22 @@ def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
     prepare()
     warm_up(preload)
     posix.umask(0o022)
-    sock = _socket.socket(fileno=control_fd)
+    control = Control(control_fd, REQUEST_BYTES)
     pids = Pids(pid_fd)
     pids.restart()
     level_spaces()
     empty = inodes_used()
-    sock.send(b"R")
+    posix.write(control_fd, b"R")
     while True:
-        data, ancillary, _, _ = sock.recvmsg(REQUEST.size, 64)
+        data, fds = control.receive()
         if not data:
             time.sleep(ORPHAN_S)
             _exit(0)
-        fds = [fd for _, _, raw in ancillary for fd in struct.unpack(f"{len(raw) // 4}i", raw)]
         if data == b"Q":
             _exit(0)
-        if len(data) != REQUEST.size:
+        if len(data) != REQUEST_BYTES:
             continue  # a late kill or interrupt
-        request = REQUEST.unpack(data)
+        request = unpack(data)
         started = time.monotonic()
         pids.restart()
         pid = posix.fork()
@@ -134,21 +127,32 @@ def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
             child(request, fds, pids.drop)
         for fd in fds:
             posix.close(fd)
-        status, cpu, peak, over = watch(sock, pid, request[2])
+        status, cpu, peak, over = watch(control, pid, request[2])
         wall = time.monotonic() - started
         killed, cpu_rest = kill_rest()
-        sock.send(REPORT.pack(status, cpu + cpu_rest, wall, peak, killed, over))
-        if not request[1] & KEEP:
+        posix.write(control_fd, pack(status, cpu + cpu_rest, wall, peak, killed, over))
+        if not int(request[1]) & KEEP:
             clean(empty)
-        sock.send(b"R")
+        posix.write(control_fd, b"R")
+
+
+def lowered(fd: int) -> int:
+    """The same file under the lowest free number. The worker's own, which nsjail keeps, may be any: also one that a child would
+    use itself, or one beyond all that it closes."""
+    if fd < 0:
+        return fd
+    low = posix.dup(fd)
+    posix.close(fd)
+    return low
 
 
 def start(control_fd: int, pid_fd: int, preload: list[str]) -> None:
     """`main`, whose failure is told to the worker: nsjail would start one jail after the other in vain."""
+    control_fd, pid_fd = lowered(control_fd), lowered(pid_fd)
     try:
         main(control_fd, pid_fd, preload)
     except BaseException as error:
-        _socket.socket(fileno=posix.dup(control_fd)).send(b"E" + f"{type(error).__name__}: {error}".encode()[:500])
+        posix.write(control_fd, b"E" + f"{type(error).__name__}: {error}".encode()[:500])
         time.sleep(ORPHAN_S)
         raise
 

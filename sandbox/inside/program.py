@@ -6,13 +6,10 @@ Nothing of a request but its descriptors exists before the fork: the bundle is r
 import _sitebuiltins
 import atexit
 import builtins
-import fcntl
-import resource
 import sys
 
 # By name, not by module: looking an attribute up writes into Python's caches, which costs each child copies of their pages.
 from _signal import SIG_IGN, SIGINT, SIGPIPE, SIGXFSZ, default_int_handler, signal
-from _struct import unpack_from
 from posix import (
     O_CREAT,
     O_NOFOLLOW,
@@ -34,16 +31,14 @@ from posix import (
 )
 from posix import open as open_fd
 
+from temper_libc import ADDRESSES, CPU, DESCRIPTORS, FILE, PROCESSES, set_limit
 from temper_protocol import LOUD, PYTHON, UNCAUGHT
 from temper_workspace import is_folder
 
 CREATE = O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW
-DUPLICATE, F_DUPFD = fcntl.fcntl, fcntl.F_DUPFD
-set_limit = resource.setrlimit
-CPU, ADDRESSES, FILE, PROCESSES, DESCRIPTORS = (
-    resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE
-)  # fmt: skip
+APART = 64  # above every descriptor of an init
 run_exit_functions = atexit._run_exitfuncs
+number_from = int.from_bytes
 SYS, MODULES = sys.__dict__, sys.modules
 MAIN = type(sys)("__main__")  # what every program is the content of
 NAMES = MAIN.__dict__
@@ -67,7 +62,7 @@ def unpack_bundle(data: bytes) -> tuple[bytes, list[bytes], list[tuple[bytes, by
     """(seed, arguments, [(name, content)]) of a bundle."""
     items, at = [], 0
     while at < len(data):
-        (size,) = unpack_from("<I", data, at)
+        size = number_from(data[at : at + 4], "little")
         items.append(data[at + 4 : at + 4 + size])
         at += 4 + size
     count = int(items[1])
@@ -104,12 +99,12 @@ def write_file(name: str, content: bytes) -> None:
 
 def set_limits(cpu_s: float, address_bytes: int, file_bytes: int, processes: int, descriptors: int) -> None:
     ceiling = max(1, -int(-cpu_s // 1))
-    set_limit(CPU, (ceiling, ceiling + 1))
+    set_limit(CPU, ceiling, ceiling + 1)
     if address_bytes:
-        set_limit(ADDRESSES, (address_bytes, address_bytes))
-    set_limit(FILE, (file_bytes, file_bytes))
-    set_limit(PROCESSES, (processes, processes))
-    set_limit(DESCRIPTORS, (descriptors, descriptors))
+        set_limit(ADDRESSES, address_bytes, address_bytes)
+    set_limit(FILE, file_bytes, file_bytes)
+    set_limit(PROCESSES, processes, processes)
+    set_limit(DESCRIPTORS, descriptors, descriptors)
 
 
 def reset_signals() -> None:
@@ -196,9 +191,9 @@ def finish(code: int) -> None:
     _exit(code)
 
 
-def child(request: tuple, fds: list[int], drop: "Callable[[], None] | None") -> None:
+def child(request: "list[float]", fds: list[int], drop: "Callable[[], None] | None") -> None:
     """In the forked child: become the program. Never returns."""
-    kind, flags, cpu_s, address_bytes, file_bytes, processes, descriptors = request
+    kind, flags, cpu_s = int(request[0]), int(request[1]), request[2]
     code = UNCAUGHT
     try:
         setsid()
@@ -206,10 +201,11 @@ def child(request: tuple, fds: list[int], drop: "Callable[[], None] | None") -> 
             drop()
         bundle, *streams = fds
         seed, arguments, files = unpack_bundle(read_all(bundle))
-        apart = [DUPLICATE(fd, F_DUPFD, 64) for fd in streams]
-        for number, fd in enumerate(apart):
-            dup2(fd, number, True)
-        closerange(len(apart), 256)
+        for number, fd in enumerate(streams):
+            dup2(fd, APART + number, True)
+        for number in range(len(streams)):
+            dup2(APART + number, number, True)
+        closerange(len(streams), 256)
         chdir("/tmp")
         named, content = [], b""
         for name, content in files:
@@ -219,7 +215,7 @@ def child(request: tuple, fds: list[int], drop: "Callable[[], None] | None") -> 
                     named.append(module)
         del files, content
         set_seed(seed)
-        set_limits(cpu_s, address_bytes, file_bytes, processes, descriptors)
+        set_limits(cpu_s, *map(int, request[3:]))
         if kind == PYTHON:
             reset_signals()
             path, *rest = map(text_of, arguments)

@@ -1,17 +1,11 @@
 """What an init does once, so that its forks need not: streams, first uses, process ids."""
 
-import _struct as struct
-import fcntl
 import gc
 import posix
-import resource
 import sys
 
+from temper_libc import NICE, QUEUED_SIGNALS, capability_dropper, set_limit
 from temper_program import PRELOADED
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SIGNALS = 512
 WARM_UP = """
@@ -62,7 +56,7 @@ def first_uses() -> None:
     posix.pread(0, 1, 0)
     posix.closerange(250, 251)
     posix.chdir("/")
-    posix.close(fcntl.fcntl(0, fcntl.F_DUPFD, 64))
+    posix.close(posix.dup2(0, 64, True))
     try:  # noqa: SIM105
         posix.setsid()
     except PermissionError:
@@ -86,25 +80,8 @@ def open_streams() -> None:
 
 def bound_the_users_pools() -> None:
     """Limits of what the kernel counts for the user who runs the jails: queued signals; and no rise in priority."""
-    resource.setrlimit(resource.RLIMIT_SIGPENDING, (SIGNALS, SIGNALS))
-    resource.setrlimit(resource.RLIMIT_NICE, (0, 0))
-
-
-def capability_dropper() -> "Callable[[], None]":
-    """A function that gives up every capability of the calling process for good."""
-    import _ctypes  # not ctypes, which would cost every start milliseconds
-
-    libc = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # the process itself
-    prctl, capset = _ctypes.dlsym(libc, "prctl"), _ctypes.dlsym(libc, "capset")
-    header = struct.pack("<Ii", 0x20080522, 0)  # version 3, this process
-    nothing = bytes(24)
-
-    def drop() -> None:
-        _ctypes.call_function(prctl, (47, 4, 0, 0, 0))  # PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL
-        if _ctypes.call_function(capset, (header, nothing)):
-            raise PermissionError("capset")
-
-    return drop
+    set_limit(QUEUED_SIGNALS, SIGNALS, SIGNALS)
+    set_limit(NICE, 0, 0)
 
 
 class Pids:

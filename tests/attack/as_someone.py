@@ -24,6 +24,7 @@ from temper.sandbox.jail import Host, Interpreter, enterable_by_others, find_nsj
 from temper.sandbox.worker import Worker
 
 USER = 61_234
+SLOTS = 4
 PR_SET_DUMPABLE = 4
 
 
@@ -50,7 +51,7 @@ def become_user() -> None:
 
 
 async def run(host: Host, jobs: list[SandboxJob]) -> list[Verdict]:
-    async with Worker(host, slots=2) as worker:
+    async with Worker(host, SLOTS) as worker:
         return list(await asyncio.gather(*(worker.execute(job) for job in jobs)))
 
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -84,12 +84,20 @@ def host_state() -> dict[str, Any]:
     }
 
 
+def length(attack: Attack) -> int:
+    """A rough order of how long attacks last: builds, then what must run out of something, then the rest."""
+    if LANGUAGES[attack.language].build:
+        return 3
+    return {"timeout": 2, "memory": 1, "output": 1}.get(attack.outcome or "output", 0)
+
+
 class Batch:
-    """All attacks of one test module under one identity and mode, run once."""
+    """All attacks of the modules that are tested, under one identity and mode: run once, side by side, the longest first."""
 
     def __init__(self, identity: str, mode: Mode, attacks: Mapping[str, Attack], folder: Path) -> None:
         self.before = host_state()
         folder.chmod(0o777)
+        attacks = dict(sorted(attacks.items(), key=lambda item: -length(item[1])))
         canary = folder / "canary"
         canary.write_bytes(b"untouched")
         canary.chmod(0o666)
@@ -123,21 +131,37 @@ class Batch:
         self.canary = canary.read_bytes()
 
 
-@pytest.fixture(scope="module")
-def batch(request: pytest.FixtureRequest) -> Iterator[Batch]:
-    """The module's `ATTACKS`, run as root and as an ordinary user, in a jail each and in warm jails."""
+BATCHES = pytest.StashKey[dict[str, Batch]]()
+
+
+@pytest.fixture
+def batch(request: pytest.FixtureRequest) -> Batch:
+    """The `ATTACKS` of all modules, run as root and as an ordinary user, in a jail each and in warm jails."""
     identity, mode = request.param.split("-")
     if identity == "root" and os.geteuid() != 0:
         pytest.skip("not root")
-    with tempfile.TemporaryDirectory(prefix="temper-attack-") as folder:  # pytest's are closed to other users
-        yield Batch(identity, mode, request.module.ATTACKS, Path(folder))
+    batches = request.session.stash.setdefault(BATCHES, {})
+    if request.param not in batches:
+        attacks: dict[str, Attack] = {}
+        for module in {item.module for item in request.session.items if configuration(item) == request.param}:
+            assert not attacks.keys() & module.ATTACKS.keys(), "a name in two modules"
+            attacks |= module.ATTACKS
+        with tempfile.TemporaryDirectory(prefix="temper-attack-") as folder:  # pytest's are closed to other users
+            batches[request.param] = Batch(identity, mode, attacks, Path(folder))
+    return batches[request.param]
+
+
+def configuration(item: Any) -> str | None:
+    """The identity and mode that a test is about."""
+    spec = getattr(item, "callspec", None)
+    return spec.params.get("batch") if spec is not None else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`attack` takes the names of the module's `ATTACKS`; `batch` all configurations, or the module's own."""
     if "batch" in metafunc.fixturenames:
         every = ["root-fresh", "root-fork", "user-fresh", "user-fork"]
-        metafunc.parametrize("batch", getattr(metafunc.module, "CONFIGURATIONS", every), indirect=True, scope="module")
+        metafunc.parametrize("batch", getattr(metafunc.module, "CONFIGURATIONS", every), indirect=True)
     if "attack" in metafunc.fixturenames:
         metafunc.parametrize("attack", list(metafunc.module.ATTACKS))
 

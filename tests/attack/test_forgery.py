@@ -80,12 +80,15 @@ print('found' if needle in text else 'nothing')
     "search_for_the_answer_in_files": Attack(
         """
 import os, sys
-found = [os.path.join(f, n) for top in ('/tmp', '/dev/shm', '/opt/temper', '/etc') for f, _, names in os.walk(top) for n in names]
+found = [os.path.join(f, n) for top in ('/tmp', '/dev/shm', '/opt/temper', '/etc') for f, _, names in os.walk(top) for n in names
+         if n != 'ld.so.cache']
 print(sorted(found), os.environ.keys() & {'ANSWER'}, sys.argv)
 """,
         "wrong",
-        b"['/etc/group', '/etc/nsswitch.conf', '/etc/passwd', '/opt/temper/init.pyc', '/opt/temper/repl.py', "
-        b"'/opt/temper/shell.sh', '/opt/temper/snapshot.py', '/opt/temper/temper_program.pyc', '/opt/temper/temper_protocol.pyc', "
+        b"['/etc/group', '/etc/nsswitch.conf', '/etc/passwd', '/opt/temper/etc/group', '/opt/temper/etc/nsswitch.conf', "
+        b"'/opt/temper/etc/passwd', '/opt/temper/init.pyc', '/opt/temper/repl.py', "
+        b"'/opt/temper/shell.sh', '/opt/temper/snapshot.py', '/opt/temper/temper_libc.pyc', '/opt/temper/temper_program.pyc', "
+        b"'/opt/temper/temper_protocol.pyc', "
         b"'/opt/temper/temper_warm.pyc', '/opt/temper/temper_workspace.pyc', '/tmp/main.py'] set() ['/tmp/main.py']\n",
         tests=SECRET,
     ),

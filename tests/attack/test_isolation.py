@@ -1,8 +1,10 @@
 """Nothing of one program is visible to the next, also where they share a warm jail."""
 
 import asyncio
+import os
 
 import msgspec
+import pytest
 from temper.common.schema import TestCase
 from temper.sandbox.jail import Host
 from temper.sandbox.worker import Worker
@@ -147,6 +149,27 @@ while time.monotonic() < end:
     time.sleep(0.01)
 print(found, os.listdir('/dev/shm'), os.path.exists('/tmp/meeting'))
 """
+
+
+DESCRIPTORS = """
+import errno, fcntl
+def there(fd):
+    try: return fcntl.fcntl(fd, fcntl.F_GETFD) >= 0
+    except OSError: return False
+print([fd for fd in range(4096) if there(fd)])
+"""
+
+
+@pytest.mark.parametrize("held", [40, 55, 62, 300])
+def test_however_many_descriptors_a_worker_has_its_programs_get_none(jails, held):
+    """A jail's init has the worker's socket under the number that it had there."""
+    kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(held)]
+    try:
+        for verdict in jails.run(*[jails.job(DESCRIPTORS)] * 3, slots=3):
+            assert (verdict.outcome, verdict.stdout) == ("ok", b"[0, 1, 2]\n"), verdict
+    finally:
+        for fd in kept:
+            os.close(fd)
 
 
 def test_programs_that_run_at_once_do_not_meet(jails):

@@ -93,7 +93,7 @@ PROGRAMS = {  # name: (program, outcome across the boundary, outcome in one inte
 
 def run(*jobs: SandboxJob) -> list[Verdict]:
     async def main() -> list[Verdict]:
-        async with Worker(Host.here(), 2) as worker:
+        async with Worker(Host.here(), 4) as worker:
             return list(await asyncio.gather(*(worker.execute(job) for job in jobs)))
 
     return asyncio.run(main())
@@ -128,18 +128,18 @@ def test_in_one_interpreter_it_is_marked_weak(suites: dict[tuple[str, bool], Ver
     assert verdict.weak
 
 
-@pytest.mark.parametrize(
-    ("suite", "detail"),
-    [
-        (b"assert 1 ==", "SyntaxError"),
-        (b"import no_such_module", "ModuleNotFoundError"),
-        (b"assert f(lambda x: x)", "cannot cross"),
-        (b"raise SystemExit(0)", "called exit"),
-    ],
-)
-def test_a_broken_suite_is_infra_never_a_score(suite: bytes, detail: str) -> None:
-    (verdict,) = run(job(b"def f(x): return 1", TestCase(suite=suite)))
-    assert verdict.outcome == "infra" and detail in verdict.detail, verdict
+BROKEN_SUITES = {
+    b"assert 1 ==": "SyntaxError",
+    b"import no_such_module": "ModuleNotFoundError",
+    b"assert f(lambda x: x)": "cannot cross",
+    b"raise SystemExit(0)": "called exit",
+}
+
+
+def test_a_broken_suite_is_infra_never_a_score() -> None:
+    verdicts = run(*(job(b"def f(x): return 1", TestCase(suite=suite)) for suite in BROKEN_SUITES))
+    for verdict, detail in zip(verdicts, BROKEN_SUITES.values(), strict=True):
+        assert verdict.outcome == "infra" and detail in verdict.detail, verdict
 
 
 def test_a_suite_never_sees_the_program_and_the_program_never_the_suite() -> None:
@@ -152,23 +152,28 @@ def test_a_suite_never_sees_the_program_and_the_program_never_the_suite() -> Non
 CLOSE = b"import sys\no, e = (float(open(n).read()) for n in ('output', 'expected'))\nsys.exit(abs(o - e) > 1e-3)"
 
 
-@pytest.mark.parametrize(
-    ("program", "checker", "outcome"),
-    [
-        (b"print(3.14159)", CLOSE, "ok"),
-        (b"print(3)", CLOSE, "wrong"),
-        (b"print(1 / 0)", CLOSE, "error"),
-        (b"print('x')", CLOSE, "infra"),
-        (b"import os; os.abort()", CLOSE, "signal"),
-        (b"print(1)", b"while True: pass", "infra"),
-        (b"print(1)", b"import os; os.kill(os.getpid(), 9)", "infra"),
-        (b"open('/tmp/expected', 'w').write('1'); print(1)", CLOSE, "wrong"),
-        (b"print(3.1416); open('/tmp/checker', 'w').write('raise SystemExit(0)')", CLOSE, "ok"),
-    ],
-)
-def test_a_checker_decides_from_its_own_jail(program: bytes, checker: bytes, outcome: str) -> None:
-    limits = Limits(wall_s=2, cpu_s=0.4)
-    (verdict,) = run(job(program, TestCase(expected=b"3.1416"), Checker("python", {"main.py": checker}, limits)))
+CHECKED = [  # program, checker, outcome
+    (b"print(3.14159)", CLOSE, "ok"),
+    (b"print(3)", CLOSE, "wrong"),
+    (b"print(1 / 0)", CLOSE, "error"),
+    (b"print('x')", CLOSE, "infra"),
+    (b"import os; os.abort()", CLOSE, "signal"),
+    (b"print(1)", b"while True: pass", "infra"),
+    (b"print(1)", b"import os; os.kill(os.getpid(), 9)", "infra"),
+    (b"open('/tmp/expected', 'w').write('1'); print(1)", CLOSE, "wrong"),
+    (b"print(3.1416); open('/tmp/checker', 'w').write('raise SystemExit(0)')", CLOSE, "ok"),
+]
+
+
+@pytest.fixture(scope="module")
+def checked() -> list[Verdict]:
+    limits, test = Limits(wall_s=2, cpu_s=0.4), TestCase(expected=b"3.1416")
+    return run(*(job(program, test, Checker("python", {"main.py": text}, limits)) for program, text, _ in CHECKED))
+
+
+@pytest.mark.parametrize("number", range(len(CHECKED)))
+def test_a_checker_decides_from_its_own_jail(checked: list[Verdict], number: int) -> None:
+    verdict, outcome = checked[number], CHECKED[number][2]
     assert verdict.outcome == outcome, verdict
     assert outcome != "infra" or "the checker failed" in verdict.detail
 

@@ -10,32 +10,39 @@ from temper.sandbox.check import check_host
 from temper.sandbox.jail import Host
 from temper.sandbox.worker import Worker
 
+from tests.attack.conftest import Jails
+
 
 def test_the_host_can_jail():
     report = check_host()
     assert report.ok, report.line()
 
 
-@pytest.mark.parametrize(
-    ("source", "limits", "outcome"),
-    [
-        ("print(1)", {}, "ok"),
-        ("1 / 0", {}, "error"),
-        ("import sys; sys.exit(3)", {}, "error"),
-        ("while True: pass", {"cpu_s": 0.3}, "timeout"),
-        ("import time; time.sleep(30)", {"wall_s": 0.3}, "timeout"),
-        ("x = [bytearray(1_000_000) for _ in range(1000)]", {}, "memory"),
-        ("x = bytearray(10**11)", {}, "memory"),
-        ("print('a' * 10**6)", {}, "output"),
-        ("while True: print('a' * 1000)", {}, "output"),
-        ("import os; os.kill(os.getpid(), 9)", {}, "signal"),
-        ("import os; os.abort()", {}, "signal"),
-        ("import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0)", {}, "policy"),
-    ],
-)
-def test_outcome(jails, source, limits, outcome):
-    (verdict,) = jails.run(jails.job(source, **limits))
-    assert verdict.outcome == outcome, verdict
+OUTCOMES = [
+    ("print(1)", {}, "ok"),
+    ("1 / 0", {}, "error"),
+    ("import sys; sys.exit(3)", {}, "error"),
+    ("while True: pass", {"cpu_s": 0.3}, "timeout"),
+    ("import time; time.sleep(30)", {"wall_s": 0.3}, "timeout"),
+    ("x = [bytearray(1_000_000) for _ in range(1000)]", {}, "memory"),
+    ("x = bytearray(10**11)", {}, "memory"),
+    ("print('a' * 10**6)", {}, "output"),
+    ("while True: print('a' * 1000)", {}, "output"),
+    ("import os; os.kill(os.getpid(), 9)", {}, "signal"),
+    ("import os; os.abort()", {}, "signal"),
+    ("import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0)", {}, "policy"),
+]
+
+
+@pytest.fixture(scope="module", params=["fresh", "pool", "fork"])
+def verdicts(request):
+    jails = Jails(request.param)
+    return jails.run(*(jails.job(source, **limits) for source, limits, _ in OUTCOMES), slots=4)
+
+
+@pytest.mark.parametrize("number", range(len(OUTCOMES)), ids=[source for source, *_ in OUTCOMES])
+def test_outcome(verdicts, number):
+    assert verdicts[number].outcome == OUTCOMES[number][2], verdicts[number]
 
 
 def test_each_test_of_a_job_starts_afresh(jails):
@@ -51,13 +58,13 @@ def test_bytes_of_any_kind_come_back(jails):
 
 
 def test_a_bad_job_is_infra_with_a_reason(jails):
-    for bad in (
+    bad = (
         SandboxJob("1", "cobol", {"main.py": b""}, []),
         SandboxJob("2", "python", {}, []),
         SandboxJob("3", "python", {"main.py": b"", "../x": b""}, []),
         SandboxJob("4", "python", {"main.py": b""}, [], Limits(cpu_s=-1)),
-    ):
-        (verdict,) = jails.run(bad)
+    )
+    for verdict in jails.run(*bad):
         assert verdict.outcome == "infra" and verdict.detail
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import msgspec
 import pytest
 from temper.actor.tools import ToolLost, ToolSession
 from temper.common.schema import Limits, SandboxJob, TestCase, Verdict
+from temper.sandbox.cell import Cell
 from temper.sandbox.jail import Host
+from temper.sandbox.run import JailFailed
 from temper.sandbox.worker import Worker
 
 LIMITS = Limits(wall_s=4.0, cpu_s=0.5, memory_bytes=128 << 20, output_bytes=10_000)
@@ -232,6 +235,21 @@ def test_a_deadline_and_a_cancel_sweep_the_session() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert len(worker.sessions) == 0
+
+    story(tell)
+
+
+def test_a_session_that_cannot_be_opened_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(cell: Cell, message: bytes, fds: Any = ()) -> None:
+        raise JailFailed("the init does not take messages")
+
+    async def tell(worker: Worker, turn: Turn) -> None:
+        await turn("1", close=True)
+        before = os.listdir("/proc/self/fd")
+        with monkeypatch.context() as patched:
+            patched.setattr(Cell, "send", refuse)
+            assert (await turn("1", name="other")).outcome == "infra"
+        assert len(os.listdir("/proc/self/fd")) == len(before)
 
     story(tell)
 

@@ -1,11 +1,13 @@
 """Control groups of both versions on plain files: what is written where, in which order, and what is read back."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 from temper.common.errors import EnvironmentFault
 from temper.sandbox import cgroups
 from temper.sandbox.cgroups import Hierarchy, Leaf
+from temper.sandbox.spawner import enter
 from temper.sandbox.state import State
 
 V1 = {
@@ -83,6 +85,30 @@ def test_version_1_accounts_start_anew_with_each_program(version_1: tuple[Leaf, 
     (root / "cpu/leaf/cpuacct.usage").write_text("5250000000\n")
     (root / "memory/leaf/memory.max_usage_in_bytes").write_text("12345\n")
     assert (leaf.oom_kills(), leaf.cpu_s(), leaf.peak_bytes()) == (1, 0.25, 12345)
+
+
+def test_version_1_moves_an_init_only_where_memory_is_counted(tmp_path: Path) -> None:
+    """Each move costs the kernel milliseconds: nsjail enters the other hierarchies itself, and counts as a process there."""
+    for name in V1:
+        (tmp_path / name).mkdir()
+    leaf = Hierarchy(1, {name: tmp_path / name for name in V1}).leaf("jail-1")
+    assert leaf.born == [tmp_path / name / "jail-1" / "cgroup.procs" for name in ("cpu", "pids")]
+    for name, files in V1.items():
+        for file in (*files, "cgroup.procs"):
+            (tmp_path / name / "jail-1" / file).write_text("0\n")
+    leaf.add(4321)
+    assert (tmp_path / "memory/jail-1/cgroup.procs").read_text() == "4321"
+    done = subprocess.run([*enter(leaf.born), "/bin/sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
+    for name in ("cpu", "pids"):
+        assert (tmp_path / name / "jail-1" / "cgroup.procs").read_text() == done.stdout
+    leaf.arm(1 << 28, 9)
+    assert (tmp_path / "pids/jail-1/pids.max").read_text() == "10"
+
+
+def test_a_command_that_may_not_enter_its_cgroup_does_not_start(tmp_path: Path) -> None:
+    command = [*enter([tmp_path / "missing" / "cgroup.procs"]), "/bin/echo", "started"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and done.stdout == ""
 
 
 def test_version_2_limits_and_accounts(version_2: tuple[Leaf, Path]) -> None:
