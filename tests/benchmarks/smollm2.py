@@ -31,6 +31,7 @@ FOLDER = Path(__file__).parent
 GAIN = 0.15
 SPEED = 2.0
 MEMORY = 2 / 3
+PEER = "TRL GRPOTrainer"
 MICRO_BATCH = 32  # samples of TRL's forward and backward: all 128 at once take over 23 GB
 
 
@@ -112,7 +113,7 @@ def learn(seed: int, folder: Path, overrides: list[str]) -> tuple[dict[str, Any]
 
 
 def peer(folder: Path, steps: int) -> dict[str, Any]:
-    """TRL on the same model and the prompts of the same schedule."""
+    """TRL's row: the same model and the prompts of the same schedule."""
     from temper.learner import smollm2
 
     recipe = recipes.load("smollm2")
@@ -152,7 +153,20 @@ def peer(folder: Path, steps: int) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(f"TRL ended with {done.returncode}:\n{done.stderr[-2000:]}")
     figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return figures
+    samples = recipe.pacing.groups_per_step * recipe.pacing.samples_per_group
+    return {
+        "what": f"{PEER}, bf16, all cores, micro-batches of {MICRO_BATCH}, rewards for nothing",
+        "step_s": round(figures["step_s"], 2),
+        "samples_per_s": round(samples / figures["step_s"], 2),
+        "peak_bytes_all": figures["peak_bytes"],
+        "steps": figures["steps"],
+    }
+
+
+def peer_of(result: Path) -> dict[str, Any]:
+    """TRL's row of an earlier result."""
+    rows: list[dict[str, Any]] = json.loads(result.read_text())["rows"]
+    return next(row for row in rows if row["what"].startswith(PEER))
 
 
 def main(argv: list[str]) -> dict[str, Any]:
@@ -162,8 +176,10 @@ def main(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=60, help="RL steps of each run")
     parser.add_argument("--tasks", type=int, default=100, help="held-out tasks a domain, two samples each")
     parser.add_argument("--peer-steps", type=int, default=3, help="steps of TRL")
+    parser.add_argument(
+        "--peer-of", type=Path, help="take TRL's row from this earlier result instead: it takes minutes a step"
+    )
     arguments = parser.parse_args(argv)
-    recipe = recipes.load("smollm2")
     overrides = [f"--run.max_steps={arguments.steps}", f"--eval.tasks_per_domain={arguments.tasks}"]
     runs, domains, curves = [], [], []
     with tempfile.TemporaryDirectory() as name:
@@ -174,23 +190,15 @@ def main(argv: list[str]) -> dict[str, Any]:
             domains += of_domains
             curves.append(curve)
             print(f"seed {seed}: {row['mix_before']} -> {row['mix_after']}, {row['step_s']} s a step", file=sys.stderr)
-        other = peer(folder, arguments.peer_steps)
-    samples = recipe.pacing.groups_per_step * recipe.pacing.samples_per_group
-    peer_row = {
-        "what": f"TRL GRPOTrainer, bf16, all cores, micro-batches of {MICRO_BATCH}, rewards for nothing",
-        "step_s": round(other["step_s"], 2),
-        "samples_per_s": round(samples / other["step_s"], 2),
-        "peak_bytes_all": other["peak_bytes"],
-        "steps": other["steps"],
-    }
+        peer_row = peer(folder, arguments.peer_steps) if arguments.peer_of is None else peer_of(arguments.peer_of)
     gains = [round(row["mix_after"] - row["mix_before"], 3) for row in runs]
     worse = [
         f"{row['domain']}, seed {row['seed']}"
         for row in domains
         if row["what"] == "domain" and row["after"] < row["interval_before"][0]
     ]
-    faster = other["step_s"] / statistics.mean(row["step_s"] for row in runs)
-    memory = max(row["peak_bytes_all"] for row in runs) / other["peak_bytes"]
+    faster = peer_row["step_s"] / statistics.mean(row["step_s"] for row in runs)
+    memory = max(row["peak_bytes_all"] for row in runs) / peer_row["peak_bytes_all"]
     goals = [
         {
             "name": "every seed: held-out accuracy over the mix, gain",
