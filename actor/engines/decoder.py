@@ -162,19 +162,28 @@ class Decoder:
     # ------------------------------------------------------------ sampling and ending
 
     def _sample(self, scaled: Tensor, count: int) -> Sampled:
+        """A row's token depends on its own sampling alone: whole distributions are inverted in the order of ids, also beside
+        truncated ones, which are sorted."""
         slots = self.slots
         uniform = slots.draws[:count, slots.column].unsqueeze(1)
         if not slots.truncating:
             return sample(scaled, uniform)
-        limits = Truncation(slots.top_k[:count], slots.top_p[:count], slots.min_p[:count])
-        sampled = sample_truncated(scaled, uniform, limits)
-        if sampled.ids is not None and sampled.keep is not None:
-            kept, start = sampled.ids[sampled.keep].tolist(), 0
-            for row, size in zip(slots.rows, sampled.keep.sum(1).tolist(), strict=False):
+        at = slots.truncated[:count].nonzero()[:, 0]
+        some = len(at) < count
+        limits = Truncation(slots.top_k[at], slots.top_p[at], slots.min_p[at])
+        cut = sample_truncated(scaled[at] if some else scaled, uniform[at], limits)
+        if cut.ids is not None and cut.keep is not None:
+            kept, start = cut.ids[cut.keep].tolist(), 0
+            for slot, size in zip(at.tolist(), cut.keep.sum(1).tolist(), strict=True):
+                row = slots.rows[slot]
                 if row is not None and row.request.sampling.want_support:
                     row.support.append(kept[start : start + size])
                 start += size
-        return sampled
+        if not some:
+            return cut
+        whole = sample(scaled, uniform)
+        whole.tokens[at], whole.logprobs[at] = cut.tokens, cut.logprobs
+        return whole
 
     def _collect(self, row: Row) -> None:
         """Move what `row` has sampled in its slot to what it has done."""

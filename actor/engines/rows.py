@@ -66,7 +66,8 @@ class Slots:
         self.tokens = torch.zeros(rows, length, dtype=torch.int64)  # sampled tokens by absolute position
         self.logprobs = torch.zeros(rows, length)
         self.column = 0
-        self.truncating = 0  # rows whose sampling truncates
+        self.truncated = torch.zeros(rows, dtype=torch.bool)  # rows whose sampling truncates
+        self.truncating = 0  # how many
         self.tempered = 0  # rows whose temperature is not 1
         self.lines: TokenLines | None = None  # the tokenizer's, once a row asked for it
         self.lined = torch.zeros(rows, dtype=torch.bool)  # rows that end at a line in column 0
@@ -96,6 +97,7 @@ class Slots:
         self.lines = next((p.lines for p in params if p.lines is not None), self.lines)
         self.lined[slots] = torch.tensor([p.lines is not None for p in params])
         self.at_start[slots] = torch.tensor([_at_start(row) for row in rows])
+        self.truncated[slots] = torch.tensor([truncates(row) for row in rows])
         self._draw(slots, [p.seed for p in params], np.array(sizes), self.column)
         for row in rows:
             self.rows[row.slot] = row
@@ -133,7 +135,7 @@ class Slots:
         self.position[row.slot] = self.shared[row.slot] = 0
         self.token[row.slot] = 0
         self.temperature[row.slot] = 1.0
-        self.lined[row.slot] = False
+        self.lined[row.slot] = self.truncated[row.slot] = False
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Rows of slots `source` i64[M] take the free slots `target` i64[M]."""
@@ -147,8 +149,8 @@ class Slots:
             self.top_k,
             self.top_p,
         )
-        lines = (self.lined, self.at_start)
-        for tensor in (*moved, *lines, self.min_p, self.stops, self.draws, self.tokens, self.logprobs):
+        flags = (self.lined, self.at_start, self.truncated)
+        for tensor in (*moved, *flags, self.min_p, self.stops, self.draws, self.tokens, self.logprobs):
             tensor[target] = tensor[source]
         for tensor in (self.live, self.position, self.shared):
             tensor[source] = 0

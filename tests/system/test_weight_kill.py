@@ -92,7 +92,7 @@ def test_what_was_acknowledged_survives_sigkill_and_nothing_torn_is_served(tmp_p
 RECIPE = """
 [run]
 name = "kill"
-max_steps = 16
+max_steps = 60
 checkpoint_every_steps = 2
 [model]
 path = "micro"
@@ -223,7 +223,7 @@ def test_learner_broker_and_actor_killed_in_the_middle_of_a_publish(fleet: Any, 
 
     for name in ("learner", "broker", "actor-2", "eval-1"):
         assert fleet.wait_exit(name, DEADLINE_S) == 0, fleet.logs()
-    assert fleet.summary().steps == 16
-    assert audit(fleet.run_dir)["trained"] == 16 * 2
+    assert fleet.summary().steps == 60
+    assert audit(fleet.run_dir)["trained"] == 60 * 2
     files, damaged = scan(witness.folder)
     assert files and not damaged and not list(witness.folder.glob(f"*{PART}"))

@@ -131,15 +131,17 @@ def test_sampled_logprobs_equal_transformers(temperature: float) -> None:
         assert got.version_runs == [(77, 0, 3 + index)]
 
 
-def test_a_row_is_the_same_alone_and_in_a_crowd() -> None:
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.8}, {"top_k": 9}], ids=["whole", "top-p", "top-k"])
+def test_a_row_is_the_same_alone_and_in_a_crowd(cut: dict[str, Any]) -> None:
     model = model_of(3)
     alone = decoder(model)
-    alone.submit("it", ask([4, 5, 6], seed=123, max_new_tokens=20))
+    alone.submit("it", ask([4, 5, 6], seed=123, max_new_tokens=20, **cut))
     crowd = decoder(model)
+    others: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.2}]
     for index in range(30):
-        crowd.submit(index, ask([index % 7, 8], seed=index, max_new_tokens=1 + index % 9))
+        crowd.submit(index, ask([index % 7, 8], seed=index, max_new_tokens=1 + index % 9, **others[index % 5]))
         if index == 11:
-            crowd.submit("it", ask([4, 5, 6], seed=123, max_new_tokens=20))
+            crowd.submit("it", ask([4, 5, 6], seed=123, max_new_tokens=20, **cut))
     want, got = finish(alone)["it"], finish(crowd)["it"]
     assert got.ids == want.ids
     assert got.logprobs == pytest.approx(want.logprobs, abs=1e-5)
