@@ -29,6 +29,7 @@ from temper.common.schema import Chunk, Manifest, Publish
 
 RUN = "delta-benchmark"
 THREADS = 2
+FRUITLESS_STEPS = 20  # in a row without a change of the weights
 RECIPE = """
 [run]
 name = "delta-benchmark"
@@ -102,7 +103,8 @@ def put(store: WeightStore, base: Weights | None, new: Weights, chunks: list[byt
 
 
 async def steps(directory: Path, rate: float, count: int, cache: Path) -> AsyncIterator[Step]:
-    """`count` steps at learning rate `rate`: from the log in `directory`, or trained now and logged there."""
+    """`count` steps at learning rate `rate`: from the log in `directory`, or trained now and logged there. Fewer, if the
+    policy comes to where nothing is left to learn."""
     done = directory / "steps"
     if done.is_file() and int(done.read_text()) >= count:
         for old, new in islice(pairwise(read(directory)), count):
@@ -135,8 +137,13 @@ async def steps(directory: Path, rate: float, count: int, cache: Path) -> AsyncI
     async with Recorder(recipes.load(str(recipe_file)), None, cache) as loop:
         for step in range(count):
             begun, loop.made = time.perf_counter(), None
-            while loop.made is None:
+            for _ in range(FRUITLESS_STEPS):
                 await loop.step()
+                if loop.made is not None:
+                    break
+            else:
+                print(f"rate {rate}: no group has contrast any more after {step} steps", file=sys.stderr, flush=True)
+                break
             print(f"rate {rate} step {step + 1}: {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
             yield loop.made
     done.write_text(f"{count}\n", encoding="utf-8")
