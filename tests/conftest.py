@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
 
 ATTACK = "tests/attack/"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ctrl-C is tried on many processes: where these tests run in the background of a script, a shell has had it ignored,
+    and every process that they start would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
