@@ -41,6 +41,9 @@ class Wire:
     def acknowledge(self, peer: bytes, sequence: int) -> None:
         self.acknowledged += 1
 
+    def answer(self) -> None:
+        pass
+
     def take(self) -> list[tuple[bytes, schema.Body, Sequence[Any]]]:
         sent, self.sent = self.sent, []
         return sent
