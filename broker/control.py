@@ -155,8 +155,8 @@ class ControlDesk:
                 if record is not None and record.draining != (busy := takes_nothing(record.role, body)):
                     self.take(ev.Availability(key, busy))
             case schema.Job():
-                if self.guests.role(key) in ("actor", "eval"):
-                    self._jobs.setdefault(body.job_id, (delivery.raw_meta, delivery.frames))
+                if self.guests.role(key) in ("actor", "eval") and body.job_id not in self.core.jobs.jobs:
+                    self._jobs[body.job_id] = delivery.raw_meta, delivery.frames
                 self.take(ev.Received(key, body, delivery.size))
             case schema.JobDone():
                 for action in self.take(ev.Received(key, body)):
@@ -307,7 +307,8 @@ class ControlDesk:
                 verdict = schema.Verdict("infra", detail=reason)
                 self._send(requester, schema.JobDone(job_id, "infra"), pack_frames(verdict))
             case ev.DropJob(job_id):
-                self._jobs.pop(job_id, None)
+                if job_id not in self.core.jobs.jobs:  # else it came once more in the meantime
+                    self._jobs.pop(job_id, None)
             case ev.Fail(reason, exit_code):
                 self._fail(reason, exit_code)
             case ev.Inform(learner, reason):
