@@ -246,12 +246,12 @@ def test_a_jail_that_dies_takes_only_its_test_along(jails):
         async with Worker(Host.here(), 1) as worker:
             tests = [TestCase(b"wait"), TestCase(b"go", b"go"), TestCase(b"go", b"go")]
             source = (
-                "import time\nword = input()\nif word == 'wait': print(word, flush=True); time.sleep(60)\nprint(word)"
+                "import time\nword = input()\nif word == 'wait': print(word, flush=True); time.sleep(600)\nprint(word)"
             )
-            task = asyncio.ensure_future(worker.execute(jails.job(source, tests, wall_s=60.0)))
+            task = asyncio.ensure_future(worker.execute(jails.job(source, tests, wall_s=600.0)))
             await worker.began.wait()
             (cell,) = worker.running
-            await asyncio.wait_for(cell.began.wait(), 20)
+            await asyncio.wait_for(cell.began.wait(), 60)
             cell.kill()
             return await task
 

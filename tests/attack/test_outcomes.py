@@ -131,5 +131,5 @@ def test_a_jail_that_cannot_start_says_why_at_once():
         async with Worker(host, 1) as worker:
             return await worker.execute(SandboxJob("1", "python", {"main.py": b"print(1)"}, [], mode="fork"))
 
-    verdict = asyncio.run(asyncio.wait_for(main(), 15))
+    verdict = asyncio.run(asyncio.wait_for(main(), 60))
     assert verdict.outcome == "infra" and "no_such_module" in verdict.detail, verdict

@@ -38,7 +38,7 @@ def story(tell: Callable[[Worker, Turn], Awaitable[None]], language: str = "pyth
             await tell(worker, turn)
         assert len(worker.sessions) == 0
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 100))
 
 
 def test_python_keeps_its_state() -> None:
@@ -204,7 +204,7 @@ def test_what_goes_on_between_steps_has_a_steps_cpu_time() -> None:
     async def tell(worker: Worker, turn: Turn) -> None:
         await turn("import os\nif not os.fork():\n    while True: pass")
         cell = next(iter(worker.sessions._entries.values())).cell
-        await asyncio.wait_for(asyncio.shield(next(iter(worker.sessions._entries.values())).session._ended), 20)
+        await asyncio.wait_for(asyncio.shield(next(iter(worker.sessions._entries.values())).session._ended), 60)
         verdict = await turn("1", resume=True)
         assert verdict.outcome == "error" and b"between steps" in verdict.stderr, verdict
         assert cell.alive, "the jail is there until the session is closed"
@@ -225,9 +225,12 @@ def test_a_later_step_does_not_open_an_empty_session() -> None:
 
 def test_a_deadline_and_a_cancel_sweep_the_session() -> None:
     async def tell(worker: Worker, turn: Turn) -> None:
-        await turn("x = 1", session_s=0.3)
+        step = asyncio.ensure_future(turn("x = 1", session_s=0.3))
+        while not worker.sessions._entries:  # noqa: ASYNC110  (seen before its deadline, which comes in a later turn)
+            await asyncio.sleep(0)
         cell = next(iter(worker.sessions._entries.values())).cell
-        await asyncio.wait_for(cell.ended(), 10)
+        await asyncio.wait_for(cell.ended(), 60)
+        await step
         assert len(worker.sessions) == 0
         task = asyncio.ensure_future(turn("import time; time.sleep(30)", name="t"))
         await asyncio.wait([task], timeout=0.2)

@@ -73,7 +73,7 @@ class Guest:
         self.peer.on_resync = answer
 
     async def next(self, kind: type[B]) -> tuple[B, list[memoryview]]:
-        return await asyncio.wait_for(self.queues[kind].get(), 20.0)
+        return await asyncio.wait_for(self.queues[kind].get(), 60.0)
 
 
 class Stage:
@@ -94,13 +94,13 @@ class Stage:
             *self.command, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
         assert self.process.stdout is not None
-        line = await asyncio.wait_for(self.process.stdout.readline(), 20.0)
+        line = await asyncio.wait_for(self.process.stdout.readline(), 60.0)
         assert line.startswith(b"READY broker pid="), (line, await self.process.stderr.read() if not line else b"")  # type: ignore[union-attr]
 
     async def guest(self, role: str, name: str, slots: int = 0) -> Guest:
         guest = Guest(self.address, role, name, slots)
         self.guests.append(guest)
-        await guest.peer.open(20.0)
+        await guest.peer.open(60)
         return guest
 
     async def learner(self, lineage: int = 1, resumed: int | None = None) -> Guest:
@@ -117,7 +117,7 @@ class Stage:
 
     async def end(self) -> tuple[int, str]:
         assert self.process is not None
-        _, errors = await asyncio.wait_for(self.process.communicate(), 30.0)
+        _, errors = await asyncio.wait_for(self.process.communicate(), 60.0)
         assert self.process.returncode is not None
         return self.process.returncode, errors.decode()
 

@@ -20,7 +20,7 @@ from temper.common.reports import WeightsStatus
 from temper.common.schema import Version
 from temper.learner.publisher import Publisher
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Relay:

@@ -22,7 +22,7 @@ from temper.common.schema import pack_frames, unpack_frames
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=30.0, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
 
 
 async def work(actor: Guest) -> None:
@@ -129,7 +129,7 @@ def test_one_broken_peer_is_closed_with_the_reason_and_hurts_no_other(tmp_path: 
             lease, _ = await broken.next(schema.Lease)
             body, frames = samples(lease)
             await broken.peer.send(body, frames[:-1])  # a frame less than the specs say
-            cause = await asyncio.wait_for(broken.peer.lost, 20.0)
+            cause = await asyncio.wait_for(broken.peer.lost, 60.0)
             assert "4 arrays in 0 frames" in cause
             working = asyncio.create_task(work(await s.guest("actor", "honest", 4)))
             await learner.peer.send(schema.Demand("train", 2))
@@ -149,7 +149,7 @@ def test_a_second_learner_and_a_peer_of_another_run_are_refused_by_name(tmp_path
             stranger = Guest(s.address, "actor", "stranger", 1, run_id="feedface")
             s.guests.append(stranger)
             with pytest.raises(TemperError, match=r"this is run [0-9a-f]{16}, the peer belongs to run feedface"):
-                await stranger.peer.open(20.0)
+                await stranger.peer.open(60)
 
     play(scene)
 
@@ -161,7 +161,7 @@ def test_status_says_who_waits_for_whom(tmp_path: Path) -> None:
             learner = await s.learner()
             await learner.peer.send(schema.Demand("train", 2))
             await learner.peer.send(schema.Evaluate(0, [("a", 0, 1)], 1))
-            await learner.peer.flush(20.0)
+            await learner.peer.flush(60)
             status = await s.status()
             assert "waiting for an actor: none is connected" in status.reason
             assert "waiting for an evaluator: none is connected" in status.reason
@@ -193,7 +193,7 @@ def test_the_bundle_reaches_those_who_asked_before_it_was_there(tmp_path: Path) 
             assert (bundle.model, [bytes(frame) for frame in frames]) == ("micro", files)
             evil = [schema.BundleFile("../../escape", digest([b"x"]), 1)]
             await learner.peer.send(schema.Bundle(evil), [b"x"])
-            assert "plain file name" in await asyncio.wait_for(learner.peer.lost, 20.0)
+            assert "plain file name" in await asyncio.wait_for(learner.peer.lost, 60.0)
 
     play(scene)
 
@@ -208,7 +208,7 @@ def test_sigterm_drains_and_a_resume_queues_the_old_groups_again(tmp_path: Path)
                 await actor.peer.send(*samples(lease))
             await learner.peer.send(schema.Demand("train", 2))
             taken = [(await learner.next(schema.Group))[0].group_id for _ in range(2)]
-            await actor.peer.flush(20.0)
+            await actor.peer.flush(60)
             assert s.process is not None
             s.process.send_signal(signal.SIGTERM)
             await actor.next(schema.Drain)
@@ -238,7 +238,7 @@ def test_a_kill_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
             leases = [(await actor.next(schema.Lease))[0] for _ in range(4)]
             for lease in leases:
                 await actor.peer.send(*samples(lease))
-            await actor.peer.flush(20.0)
+            await actor.peer.flush(60)
             assert s.process is not None
             s.process.kill()
             await s.process.wait()
@@ -264,7 +264,7 @@ def test_peers_live_through_a_kill_of_the_broker(tmp_path: Path) -> None:
             job = pack_frames(schema.SandboxJob("j", "python", {"main.py": b""}, []))
             await actor.peer.send(schema.Job("j", 0, "a", None), job)
             await worker.next(schema.Job)
-            await asyncio.gather(*(guest.peer.flush(20.0) for guest in (learner, actor, worker)))
+            await asyncio.gather(*(guest.peer.flush(60) for guest in (learner, actor, worker)))
             assert s.process is not None
             s.process.kill()
             await s.process.wait()
@@ -277,7 +277,7 @@ def test_peers_live_through_a_kill_of_the_broker(tmp_path: Path) -> None:
             second, _ = await learner.next(schema.Group)
             assert (first.group_id, second.group_id) == (leases[0].lease_id, leases[1].lease_id)
             await actor.peer.send(schema.Job("j", 0, "a", None), job)  # the same job, which still runs
-            await actor.peer.flush(20.0)
+            await actor.peer.flush(60)
             await worker.peer.send(schema.JobDone("j", "ok"), pack_frames(schema.Verdict("ok")))
             assert (await actor.next(schema.JobDone))[0].job_id == "j"
             assert worker.queues[schema.Job].empty()
@@ -303,7 +303,7 @@ def test_what_was_lost_on_its_way_when_the_broker_died_goes_out_again(tmp_path: 
                 await actor.peer.send(*samples(lease))
             await learner.peer.send(schema.Demand("train", 2))
             groups = [(await learner.next(schema.Group))[0].group_id for _ in range(2)]
-            await asyncio.gather(*(guest.peer.flush(20.0) for guest in (learner, actor)))
+            await asyncio.gather(*(guest.peer.flush(60) for guest in (learner, actor)))
             assert s.process is not None
             s.process.kill()
             await s.process.wait()
@@ -362,7 +362,7 @@ def test_an_actor_gets_leases_only_while_it_says_ready(tmp_path: Path) -> None:
             slow = Guest(s.address, "actor", "slow", 4)
             slow.peer.beat("STARTING")
             s.guests.append(slow)
-            await slow.peer.open(20.0)
+            await slow.peer.open(60)
             quick = await s.guest("actor", "quick", 2)
             leases = [(await quick.next(schema.Lease))[0] for _ in range(2)]
             while (status := await s.status()).leases_in_flight < 2:
@@ -374,7 +374,7 @@ def test_an_actor_gets_leases_only_while_it_says_ready(tmp_path: Path) -> None:
             quick.peer.beat("STARTING")  # its engine has died and comes back
             for lease in leases:
                 await quick.peer.send(*samples(lease))
-            await quick.peer.flush(20.0)
+            await quick.peer.flush(60)
             assert (await s.status()).leases_in_flight == 2 and quick.queues[schema.Lease].empty()
 
     play(scene)

@@ -78,7 +78,7 @@ def test_nothing_is_lost_doubled_or_reordered_however_often_the_connection_break
         peer = kit.peer(f"ipc://{kit.folder}/o", silence_s=60.0)
         leases: list[int] = []
         peer.on(Lease, lambda lease, frames: leases.append(lease.lease_id))
-        await peer.open(20)
+        await peer.open(60)
         payload = os.urandom(2000)
         for number in range(600):
             await peer.send(Touch(number, 1), [payload])
@@ -102,11 +102,11 @@ def test_a_broker_of_another_run_at_the_same_address_is_not_served(kit: Any) -> 
     async def another() -> None:
         old = kit.Broker(kit.address)
         peer = kit.peer()
-        await peer.open(10)
+        await peer.open(60)
         old.close()
         new = kit.Broker(kit.address)
         new.answer = lambda hello: Welcome("run-2", "{}", 0, 1.0)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             assert "serves run run-2, this process belongs to run run-1: start it anew" in await peer.lost
         assert isinstance(peer.fault, ConfigError)
         assert new.control.peers[new.greeted[0]].run_id == "run-1"

@@ -24,7 +24,7 @@ def test_two_thousand_sends_to_a_stalled_peer_all_arrive_once_it_goes_on(kit: An
                 everything.set()
 
         peer.on(Lease, on_lease)
-        await peer.open(10)
+        await peer.open(60)
         side = peer._sides[0]
         side.link.close()  # it reads nothing from here on
         for number in range(2000):
@@ -32,7 +32,7 @@ def test_two_thousand_sends_to_a_stalled_peer_all_arrive_once_it_goes_on(kit: An
         assert broker.control.unacknowledged(broker.greeted[0]) == 16
         assert broker.control.backlog(broker.greeted[0])[0] == 1984
         side.redial()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await everything.wait()
         assert got == list(range(2000))
         await peer.close("done", 0)
@@ -49,12 +49,12 @@ def test_waiting_that_is_cancelled_again_and_again_loses_no_message(kit: Any) ->
         peer = kit.peer()
         queue: asyncio.Queue[int] = asyncio.Queue()
         peer.on(Lease, lambda lease, frames: queue.put_nowait(lease.lease_id))
-        await peer.open(10)
+        await peer.open(60)
         for number in range(4000):
             broker.control.send(broker.greeted[0], kit.lease(number))
         got: list[int] = []
         cancelled = 0
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(got) < 4000:
                 waiter = asyncio.ensure_future(queue.get())
                 await asyncio.sleep(0)
@@ -86,15 +86,15 @@ def test_a_full_peer_holds_nothing_up_for_the_others(kit: Any) -> None:
                 everything.set()
 
         fine.on(Lease, on_lease)
-        await deaf.open(10)
-        await fine.open(10)
+        await deaf.open(60)
+        await fine.open(60)
         one, other = dict.fromkeys(broker.greeted)
         deaf._sides[0].link.close()
         for number in range(500):
             broker.control.send(one, kit.lease(number))
             broker.control.send(other, kit.lease(number))
         await fine.send(Touch(1, 1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await everything.wait()
         assert broker.control.backlog(one)[0] == 496 and got == list(range(500))
         await fine.close("done", 0)

@@ -55,7 +55,7 @@ class Raw:
         self.send(*encode(body.KIND, pack_meta(body), epoch=epoch, sequence=sequence or 0))
 
     async def answer(self, kind: Any) -> Any:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 for number, meta in self.got:
                     if number == kind.KIND:
@@ -114,7 +114,7 @@ def test_a_violation_closes_its_peer_with_the_reason_and_no_other(kit: Any, name
     async def violate() -> None:
         broker = kit.Broker(kit.address)
         good, bad = kit.peer(), Raw(kit.address)
-        await good.open(10)
+        await good.open(60)
         await bad.connected()
         bad.body(hello())
         await bad.answer(Welcome)
@@ -125,7 +125,7 @@ def test_a_violation_closes_its_peer_with_the_reason_and_no_other(kit: Any, name
         assert len(broker.closed) == 1 and reason in broker.closed[0][1]
         bad.body(Touch(7, 7), sequence=1)  # it is not listened to any more
         await good.send(Touch(1, 1))
-        await good.flush(10)
+        await good.flush(60)
         assert [touch.lease_id for touch in broker.bodies(Touch)] == [1]
         bad.close()
         await good.close("done", 0)
@@ -140,7 +140,7 @@ def test_a_refused_peer_that_goes_on_sending_is_not_read_any_more(kit: Any) -> N
     async def flood() -> None:
         broker = kit.Broker(kit.address)
         good, bad = kit.peer(), Raw(kit.address)
-        await good.open(10)
+        await good.open(60)
         await bad.connected()
         bad.body(hello())
         await bad.answer(Welcome)
@@ -162,7 +162,7 @@ def test_a_refused_peer_that_goes_on_sending_is_not_read_any_more(kit: Any) -> N
             sent += 1
             if sent % 50 == 0:
                 await good.send(Touch(sent, 1))
-        await good.flush(20)
+        await good.flush(60)
         assert len(broker.bodies(Touch)) == sent // 50
         assert sent > 500
         assert len(read) < 200
@@ -207,14 +207,14 @@ def test_a_frame_beyond_the_limit_ends_its_connection_alone(kit: Any) -> None:
     async def oversized() -> None:
         broker = kit.Broker(kit.address)
         good, bad = kit.peer(), Raw(kit.address)
-        await good.open(10)
+        await good.open(60)
         await bad.connected()
         bad.body(hello())
         await bad.answer(Welcome)
         bad.send(*encode(17, GOOD, epoch=9, sequence=1)[:2], bytes(17 * 1024 * 1024))
         for number in range(50):
             await good.send(Touch(number, 1))
-        await good.flush(10)
+        await good.flush(60)
         assert [touch.lease_id for touch in broker.bodies(Touch)] == list(range(50))
         bad.close()
         await good.close("done", 0)
@@ -335,7 +335,7 @@ def test_a_refusal_is_an_error_of_its_kind_with_the_broker_s_reason(
         broker.answer = lambda hello: Refused(code, f"run {hello.run_id} is not run-1")
         peer = kit.peer()
         with pytest.raises(error, match=rf"refused this process \({code}\): run None is not run-1"):
-            await peer.open(10)
+            await peer.open(60)
         await peer.close("refused", 2)
         broker.close()
 
@@ -347,9 +347,9 @@ def test_a_handler_that_raises_ends_its_own_process_not_in_silence(kit: Any) -> 
         broker = kit.Broker(kit.address)
         peer = kit.peer()
         peer.on(type(kit.lease(1)), lambda lease, frames: [].pop())
-        await peer.open(10)
+        await peer.open(60)
         broker.control.send(broker.greeted[0], kit.lease(1))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with pytest.raises(IndexError):
                 await peer.lost
         assert broker.control.unacknowledged(broker.greeted[0]) == 1
@@ -363,9 +363,9 @@ def test_a_malformed_message_from_the_broker_ends_the_peer(kit: Any) -> None:
     async def malformed() -> None:
         broker = kit.Broker(kit.address)
         peer = kit.peer()
-        await peer.open(10)
+        await peer.open(60)
         broker.control.forward(broker.greeted[0], 16, b"\xc1", [])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert "sent something malformed: malformed Lease" in await peer.lost
         assert isinstance(peer.fault, ProtocolError)
         await peer.close("bug", 1)
@@ -419,7 +419,7 @@ def test_no_sequence_of_messages_hurts_the_broker_or_another_peer(kit: Any) -> N
     async def fuzz() -> None:
         broker = kit.Broker(kit.address)
         good = kit.peer()
-        await good.open(10)
+        await good.open(60)
         loop_errors: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: loop_errors.append(context))
         sent = 0
@@ -435,7 +435,7 @@ def test_no_sequence_of_messages_hurts_the_broker_or_another_peer(kit: Any) -> N
                 bad.try_to_send(parts)
             sent += 1
             await good.send(Touch(sent, 1))
-            await good.flush(10)
+            await good.flush(60)
             bad.close()
 
         runner = asyncio.get_running_loop()
@@ -459,7 +459,7 @@ def test_a_flood_of_garbage_does_not_delay_the_others_heartbeats(kit: Any) -> No
     async def flood() -> None:
         broker = kit.Broker(kit.address)
         good = kit.peer()
-        await good.open(10)
+        await good.open(60)
         bad = Raw(kit.address)
         await bad.connected()
         stop = asyncio.Event()
@@ -475,7 +475,7 @@ def test_a_flood_of_garbage_does_not_delay_the_others_heartbeats(kit: Any) -> No
         beats = len(broker.beats)
         await broker.until(lambda: len(broker.beats) >= beats + 3)
         await good.send(Touch(1, 1))
-        await good.flush(10)
+        await good.flush(60)
         stop.set()
         await shouting
         bad.close()

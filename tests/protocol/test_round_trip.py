@@ -11,7 +11,6 @@ import pytest
 from temper.common import keys
 from temper.common.errors import PeerLost, ProtocolError
 from temper.common.schema import Chunk, Drain, Fetch, Heartbeat, Lease, Samples, Touch, Version, Welcome
-from temper.common.session import decode
 
 MEBIBYTE = 1024 * 1024
 
@@ -45,7 +44,7 @@ def test_a_daemon_in_its_own_process_answers_drains_and_says_goodbye(kit: Any, t
         broker.close()
 
     asyncio.run(serve())
-    out, err = child.communicate(timeout=20)
+    out, err = child.communicate(timeout=60)
     assert child.returncode == 0
     assert out == f"READY actor-1 pid={child.pid}\n"
     assert "drained after 2000 leases" in err and "stopped: run over" in err
@@ -64,15 +63,15 @@ def test_five_thousand_sends_both_ways_before_anybody_reads_do_not_deadlock(kit:
                 arrived.set()
 
         peer.on(Lease, on_lease)
-        await peer.open(10)
+        await peer.open(60)
         for number in range(5000):
             broker.control.send(broker.greeted[0], kit.lease(number))
             peer.post(Touch(number, 1))
         assert broker.control.backlog(broker.greeted[0])[0] > 3000
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await arrived.wait()
         await broker.until(lambda: len(broker.got) == 5000)
-        await peer.flush(10)
+        await peer.flush(60)
         assert leases == list(range(5000)) == [touch.lease_id for touch in broker.bodies(Touch)]
         assert broker.control.backlog(broker.greeted[0]) == (0, 0)
         await peer.close("done", 0)
@@ -86,7 +85,7 @@ def test_send_waits_while_the_broker_holds_its_credit_and_heartbeats_keep_coming
         broker = kit.Broker(kit.address, window_messages=10)
         broker.hold = True
         peer = kit.peer()
-        await peer.open(10)
+        await peer.open(60)
         for number in range(10):
             await peer.send(Touch(number, 1))
         blocked = asyncio.ensure_future(peer.send(Touch(10, 1)))
@@ -107,7 +106,7 @@ def test_a_stopped_consumer_takes_no_more_bytes_than_its_window(kit: Any) -> Non
         broker = kit.Broker(kit.address, window_bytes=4 * MEBIBYTE)
         broker.hold = True
         peer = kit.peer()
-        await peer.open(10)
+        await peer.open(60)
         payload = bytes(MEBIBYTE - 100)
         sending = [asyncio.ensure_future(peer.send(Touch(n, 1), [payload])) for n in range(16)]
         await broker.until(lambda: len(broker.got) == 4)
@@ -131,7 +130,7 @@ def test_a_cancelled_send_is_not_sent_and_the_others_keep_their_order(kit: Any) 
         broker = kit.Broker(kit.address, window_messages=1)
         broker.hold = True
         peer = kit.peer()
-        await peer.open(10)
+        await peer.open(60)
         sends = [asyncio.ensure_future(peer.send(Touch(n, 1))) for n in range(4)]
         await broker.until(lambda: broker.got)
         sends[1].cancel()
@@ -162,13 +161,13 @@ def test_weights_on_the_bulk_socket_do_not_delay_control(kit: Any) -> None:
 
         peer.on(Chunk, on_chunk)
         peer.on(Lease, lambda lease, frames: order.append("lease"))
-        await peer.open(10)
+        await peer.open(60)
         await broker.until(lambda: len(broker.bulk.peers) == 1)
         who = broker.greeted[0]
         for index in range(60):
             broker.bulk.send(who, Chunk(1, True, index, ""), [index.to_bytes(4, "little") + bytes(MEBIBYTE)])
         broker.control.send(who, kit.lease(1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await finished.wait()
         assert chunks == [index.to_bytes(4, "little") for index in range(60)]
         assert order.index("lease") < 30
@@ -191,8 +190,8 @@ def test_large_frames_are_forwarded_as_they_came_and_small_ones_pin_nothing(kit:
             arrived.set()
 
         learner.on(Samples, on_samples)
-        await actor.open(10)
-        await learner.open(10)
+        await actor.open(60)
+        await learner.open(60)
         to = next(p for p, hello in broker.control.peers.items() if hello.session == learner.hello.session)
         large, small = os.urandom(2 * MEBIBYTE), os.urandom(1000)
         body = Samples(5, 1, 7, [], [])
@@ -201,7 +200,7 @@ def test_large_frames_are_forwarded_as_they_came_and_small_ones_pin_nothing(kit:
         delivery = broker.got[0]
         assert type(delivery.frames[0]).__name__ == "Frame" and type(delivery.frames[1]) is bytes
         assert broker.control.forward(to, delivery.kind, delivery.raw_meta, delivery.frames)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await arrived.wait()
         assert got == [(body, [large, small, b""])]
         await actor.close("done", 0)
@@ -217,9 +216,9 @@ def test_a_restarted_broker_gets_what_the_old_one_had_not_acknowledged(kit: Any)
         peer = kit.peer()
         resumed = asyncio.Event()
         peer.on_resync = lambda welcome: resumed.set()
-        await peer.open(10)
+        await peer.open(60)
         await peer.send(Touch(0, 1))
-        await peer.flush(10)
+        await peer.flush(60)
         old.hold = True
         for number in range(1, 6):
             await peer.send(Touch(number, 1))
@@ -227,13 +226,13 @@ def test_a_restarted_broker_gets_what_the_old_one_had_not_acknowledged(kit: Any)
         await old.until(lambda: len(old.got) == 7)
         old.close()
         new = kit.Broker(kit.address)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await resumed.wait()
         await new.until(lambda: len(new.got) == 6)
         assert [touch.lease_id for touch in new.bodies(Touch)] == [1, 2, 3, 4, 5]
         assert len(new.bodies(Fetch)) == 1
         await peer.send(Touch(6, 1))
-        await peer.flush(10)
+        await peer.flush(60)
         assert new.bodies(Touch)[-1].lease_id == 6 and not peer.over
         await peer.close("done", 0)
         new.close()
@@ -248,7 +247,7 @@ def test_heartbeats_carry_state_progress_its_age_and_the_version(kit: Any) -> No
         peer = kit.peer()
         heard: list[Heartbeat] = []
         peer.on(Heartbeat, lambda heartbeat, frames: heard.append(heartbeat))
-        await peer.open(10)
+        await peer.open(60)
         version = Version(3, 7, "ab" * 16)
         peer.beat("READY", "step 1", "learner: groups", version)
         await broker.until(lambda: heard and len([d for d in broker.beats if d.body.version == version]) >= 2)
@@ -266,7 +265,7 @@ def test_what_is_sent_after_the_end_is_an_error_not_a_hang(kit: Any) -> None:
     async def after() -> None:
         broker = kit.Broker(kit.address)
         peer = kit.peer()
-        await peer.open(10)
+        await peer.open(60)
         await peer.close("done", 0)
         with pytest.raises(PeerLost, match="cannot send Touch"):
             await peer.send(Touch(1, 1))
@@ -297,64 +296,8 @@ def test_a_recipe_with_hundreds_of_domains_arrives(kit: Any) -> None:
         recipe = "{" + "é" * 200_000 + "}"
         broker.answer = lambda hello: Welcome("run-1", recipe, 7, 1.0)
         peer = kit.peer()
-        assert (await peer.open(10)).recipe == recipe
+        assert (await peer.open(60)).recipe == recipe
         await peer.close("done", 0)
         broker.close()
 
     asyncio.run(large())
-
-
-def test_samples_that_came_together_are_handed_on_together(kit: Any) -> None:
-    async def together() -> None:
-        broker = kit.Broker(kit.address, lazy=frozenset({Samples.KIND}))
-        peer = kit.peer()
-        await peer.open(10)
-        sent = [(Samples(number, 1, 7, [], []), os.urandom(number % 3 * 100)) for number in range(300)]
-        for body, payload in sent:
-            peer.post(body, [payload] if payload else [])
-        peer.post(Touch(1, 1))
-        await peer.flush(10)
-        assert sum(len(run.metas) for run in broker.runs) == 300 and len(broker.runs) < 10
-        metas = [meta for run in broker.runs for meta in run.metas]
-        frames = [frame for run in broker.runs for frame in run.frames]
-        assert [(decode(Samples, meta), b"".join(parts)) for meta, parts in zip(metas, frames, strict=True)] == sent
-        assert [run.sequence for run in broker.runs][-1] == 300 and broker.bodies(Touch) == [Touch(1, 1)]
-        await peer.close("done", 0)
-        broker.close()
-
-    asyncio.run(together())
-
-
-def test_what_has_nothing_to_do_is_woken_by_messages_alone(kit: Any) -> None:
-    """Heartbeats pass both ways: a Router looks at its sockets a few times for each, and not once more."""
-
-    async def idle() -> None:
-        broker = kit.Broker(kit.address)
-        looks = {"messages": 0, "nothing": 0, "looked": 0}
-        links = (broker.control._link, broker.bulk._link)
-        peers = [kit.peer() for _ in range(4)]
-        for peer in peers:
-            await peer.open(10)
-        for link in links:
-            receive = link.receive
-
-            def counted(receive: Any = receive) -> Any:
-                parts = receive()
-                looks["messages" if parts is not None else "nothing"] += 1
-                return parts
-
-            def looked(looked: Any = link._looked) -> None:
-                looks["looked"] += 1
-                looked()
-
-            link.receive, link._looked = counted, looked  # type: ignore[method-assign]
-        beats = len(broker.beats)
-        await broker.until(lambda: len(broker.beats) >= beats + 4 * 4)
-        assert looks["messages"] >= 4 * 4
-        assert looks["nothing"] <= 2 * looks["messages"], looks  # a turn ends when it finds nothing
-        assert looks["looked"] <= 2 * looks["messages"] + 16, looks  # after a turn, and after the beats of a tick
-        for peer in peers:
-            await peer.close("done", 0)
-        broker.close()
-
-    asyncio.run(idle())

@@ -18,7 +18,7 @@ from temper.common.schema import Chunk, Fetch, NewVersion, Publish, Version
 from temper.learner.publisher import Publisher
 
 LINEAGE = 5
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 WINDOW_BYTES = 24 << 20  # less than the snapshot
 
 

@@ -25,7 +25,7 @@ module = "temper.actor.domains.reverse"
 def temper(arguments: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     merged = {**os.environ, **environment}
     return subprocess.run(
-        [*TEMPER, *arguments], cwd=cwd, env=merged, capture_output=True, text=True, timeout=60, check=False
+        [*TEMPER, *arguments], cwd=cwd, env=merged, capture_output=True, text=True, timeout=110, check=False
     )
 
 
@@ -118,14 +118,14 @@ def test_nsjail_impossible(folder: Path) -> None:
     """A host without user namespaces: a recipe that needs programs executed exits 4, `required = false` goes on without."""
     forbid = ["unshare", "-Ur", "sh", "-c", NO_NAMESPACES, "sh"]
     strict = [*forbid, *TEMPER, "run", "demo", "--sandbox.required=true"]
-    done = subprocess.run(strict, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(strict, cwd=folder, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 4, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert "tinycode" in done.stderr
     assert "max_user_namespaces" in done.stderr
     assert not (folder / "runs").exists()
     lenient = [*forbid, *TEMPER, "check", "recipe", "demo"]
-    done = subprocess.run(lenient, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(lenient, cwd=folder, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert "domain tinycode would be left out: nsjail cannot run here" in done.stdout
 
@@ -136,7 +136,7 @@ def test_disk_full(folder: Path) -> None:
     mount = 'mount -t tmpfs -o size=1m none "$1" && shift && exec "$@"'
     command = ["unshare", "-Urm", "sh", "-c", mount, "sh", str(folder / "empty"), *TEMPER, "run", "micro.toml"]
     done = subprocess.run(
-        [*command, "--run", "empty"], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        [*command, "--run", "empty"], cwd=folder, capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode == 4, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

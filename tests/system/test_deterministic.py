@@ -13,7 +13,7 @@ from temper.common import recipe as recipes
 from temper.common.schema import SandboxJob, Verdict
 from temper.learner.checkpoint import load as load_checkpoint
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 RECIPE = """
 [run]
@@ -99,7 +99,7 @@ def test_ten_steps_equal_the_in_process_loop_bit_for_bit(fleet: Any, tmp_path: P
     fleet.learner()
     fleet.peer("actor-1", "temper.actor")
     fleet.evaluator()
-    assert fleet.wait_exit("learner", 120) == 0, fleet.logs()
+    assert fleet.wait_exit("learner", 240) == 0, fleet.logs()
     expected = asyncio.run(by_hand(path, tmp_path))
     summary = fleet.summary()
     assert summary.steps == 10

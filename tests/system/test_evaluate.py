@@ -138,7 +138,7 @@ def test_ctrl_c_ends_an_evaluation_and_leaves_nothing(tmp_path: Path) -> None:
         time.sleep(0.05)
     children = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130, (tmp_path / "shown").read_text()
+    assert process.wait(120) == 130, (tmp_path / "shown").read_text()
     assert "Traceback" not in (tmp_path / "shown").read_text()
     assert not [one for one in children if one.is_running()]
     assert not list((tmp_path / "tmp").glob("temper-*"))

@@ -18,7 +18,13 @@ def run(*arguments: str, stdin: str = "", **environment: str) -> subprocess.Comp
     code = "import sys; from temper.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-P", "-c", code, "exec", *arguments]
     return subprocess.run(
-        command, input=stdin, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment}
+        command,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={**os.environ, **environment},
     )
 
 

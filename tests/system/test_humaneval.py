@@ -13,7 +13,7 @@ from temper.common.schema import Limits, Verdict
 from temper.sandbox.jail import Host
 from temper.sandbox.worker import Worker
 
-pytestmark = [pytest.mark.system]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 
 def verdicts(found: list[Problem], text: Callable[[Problem], str]) -> list[Verdict]:

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(600)  # what is built and installed first counts with the test that needs it
 FOLDERS = ("actor", "learner", "broker", "sandbox", "kernels", "common", "bin")
 
 
 def run(command: Sequence[str | Path], cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TEMPER"))}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from temper.common.schema import (
     pack_frames,
     unpack_frames,
 )
-from temper.sandbox.daemon import UNJAILED_ALLOWED
 from temper.sandbox.state import default_base
 
 pytestmark = pytest.mark.system
@@ -89,13 +87,13 @@ def start(address: str, *more: str, **environment: str) -> subprocess.Popen[str]
 def with_daemon(
     tmp_path: Path, story: Callable[[Broker, bytes, subprocess.Popen[str]], Awaitable[None]], *more: str
 ) -> str:
-    """Run `story` beside a daemon; its stderr. Everything ends within 60 s or the test fails."""
+    """Run `story` beside a daemon; its stderr. Everything ends within 100 s or the test fails."""
 
     async def main() -> str:
         broker = Broker(tmp_path / "b")
         process = start(broker.address, *more)
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(100):
                 peer = await broker.peer.get()
                 await story(broker, peer, process)
                 if process.poll() is None:
@@ -119,15 +117,22 @@ def test_jobs_are_answered_and_sigterm_drains(tmp_path: Path) -> None:
             expected[f"j{i}"] = "ok" if i % 2 else "wrong"
         found = dict([await broker.verdicts.get() for _ in expected])
         assert {job_id: verdict.outcome for job_id, verdict in found.items()} == expected
-        broker.hand_out(peer, "last", "import time; time.sleep(0.5); print(1)", [TestCase(expected=b"1")])
-        broker.hand_out(peer, "marker", "1/0", [])
-        assert (await broker.verdicts.get())[0] == "marker"
+        errors, last_s, first = 0, 0.25, "last"
+        while first == "last":  # until it was still running when the other one had been answered
+            last_s *= 2
+            source = f"import time; time.sleep({last_s}); print(1)"
+            broker.hand_out(peer, f"last {last_s}", source, [TestCase(expected=b"1")], wall_s=last_s + 5.0)
+            broker.hand_out(peer, f"marker {last_s}", "1/0", [])
+            errors += 1
+            first = (await broker.verdicts.get())[0].split()[0]
+            if first == "last":
+                await broker.verdicts.get()
         process.send_signal(signal.SIGTERM)
         assert (await broker.verdicts.get())[1].outcome == "ok"
         assert (await broker.goodbyes.get()).exit_code == 0
         assert await asyncio.to_thread(process.wait) == 0
         assert broker.counted["sandbox/jobs/finished_count"] >= 8
-        assert broker.counted["sandbox/outcomes/error"] == 1, "a failure is an outcome of its own, counted"
+        assert broker.counted["sandbox/outcomes/error"] == errors, "a failure is an outcome of its own, counted"
 
     with_daemon(tmp_path, story, "--slots", "2")
 
@@ -142,23 +147,6 @@ def test_a_cancelled_job_dies_and_a_broken_one_is_infra(tmp_path: Path) -> None:
         assert {job_id: verdict.outcome for job_id, verdict in found.items()} == {"broken": "infra", "next": "ok"}
 
     with_daemon(tmp_path, story, "--slots", "1")
-
-
-def test_a_worker_that_can_jail_nothing_any_more_says_so_and_ends(tmp_path: Path) -> None:
-    """Its folder removed by somebody who swept /run -> every job is infra with the reason, and a restart can mend it."""
-
-    async def story(broker: Broker, peer: bytes, process: subprocess.Popen[str]) -> None:
-        (folder,) = folders_of(process.pid)
-        shutil.rmtree(folder)
-        for number in range(UNJAILED_ALLOWED):
-            assert process.poll() is None
-            broker.hand_out(peer, f"j{number}", "print(1)", [])
-            verdict = (await broker.verdicts.get())[1]
-            assert verdict.outcome == "infra" and verdict.detail
-        assert (await broker.goodbyes.get()).exit_code == 1
-        assert await asyncio.to_thread(process.wait) == 1, "one that the supervisor restarts"
-
-    assert f"no jail for {UNJAILED_ALLOWED} jobs in a row, the last: " in with_daemon(tmp_path, story, "--slots", "1")
 
 
 def folders_of(pid: int) -> list[Path]:
@@ -187,14 +175,14 @@ def test_sigkill_leaves_no_process_and_the_next_start_sweeps(tmp_path: Path) -> 
         process = start(broker.address)
         second = None
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(100):
                 peer = await broker.peer.get()
                 broker.hand_out(peer, "loop", "while True: pass", [], wall_s=600.0, cpu_s=600.0)
                 broker.hand_out(peer, "marker", "print(1)", [])
                 assert (await broker.verdicts.get())[0] == "marker"
                 (folder,) = folders_of(process.pid)
-                family = family_of(folder)
-                assert len(family) >= 3, "nsjail, init, program"
+                while len(family := family_of(folder)) < 3:  # nsjail, init, program
+                    await asyncio.to_thread(os.sched_yield)
                 process.kill()
                 await asyncio.to_thread(process.wait)
                 while any(Path("/proc", str(pid)).exists() for pid in family):  # the init sees its socket close
@@ -220,7 +208,7 @@ def test_sigkill_leaves_no_process_and_the_next_start_sweeps(tmp_path: Path) -> 
 
 def test_without_nsjail_it_exits_4_with_one_message(tmp_path: Path) -> None:
     process = start(f"ipc://{tmp_path}/none", TEMPER_NSJAIL="/nowhere/nsjail")
-    _, text = process.communicate(timeout=30)
+    _, text = process.communicate(timeout=60)
     assert process.returncode == 4
     assert "TEMPER_NSJAIL is /nowhere/nsjail" in text and "Traceback" not in text and len(text.splitlines()) == 1
 

@@ -21,7 +21,7 @@ from temper.cli.supervisor import Supervisor
 
 # A stand-in for a daemon: says READY (or not), then behaves as told by its arguments.
 CHILD = '''
-"""NAME BEHAVIOUR: a process for the supervisor's tests."""
+"""NAME BEHAVIOUR: a process for the supervisor's tests. "BEHAVIOUR after A,B": once those are READY."""
 import os, signal, sys, threading
 from temper.common.process import follow_parent
 follow_parent()
@@ -37,14 +37,15 @@ if behaviour == "refuses":
         print("line", number)
     sys.exit("temper x: no such thing")
 print(f"READY {name} pid={os.getpid()}", flush=True)
+if " after " in behaviour:
+    behaviour, others = behaviour.split(" after ")
+    for other in others.split(","):
+        log = os.path.join(os.path.dirname(os.environ["STOPS"]), "logs", other + ".log")
+        while not os.path.exists(log) or b"READY" not in open(log, "rb").read():
+            stop.wait(0.02)
 if behaviour == "ends":
-    stop.wait(0.5)
     sys.exit(0)
-if behaviour == "crashes after sandbox-1":
-    log = os.path.join(os.path.dirname(os.environ["STOPS"]), "logs", "sandbox-1.log")
-    while not os.path.exists(log) or b"READY" not in open(log, "rb").read():
-        stop.wait(0.02)
-if behaviour.startswith("crashes"):
+if behaviour == "crashes":
     print("temper x: out of luck", flush=True)
     sys.exit(1)
 stop.wait()
@@ -104,7 +105,8 @@ ALL = {"broker": "lives", "learner": "lives", "sandbox-1": "lives", "eval-1": "l
 
 @pytest.mark.system
 def test_learner_ends_and_the_others_drain_in_order(scripts: Path) -> None:
-    ending, _, _ = supervise(scripts, {**ALL, "learner": "ends"})
+    others = ",".join(name for name in ALL if name != "learner")  # only who is READY notes that it was told to stop
+    ending, _, _ = supervise(scripts, {**ALL, "learner": f"ends after {others}"})
     assert ending.exit_code == 0
     assert (scripts / "stops").read_text().split() == ["actor-1", "eval-1", "sandbox-1", "broker"]
 
@@ -160,10 +162,10 @@ sys.exit(asyncio.run(run()))
 
 def until(condition: Callable[[], bool], what: str) -> None:
     """Poll what only the file system or the process table tells."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"{what}: not within 30 s")
+            raise AssertionError(f"{what}: not within 90 s")
         time.sleep(0.02)
 
 
@@ -181,7 +183,7 @@ def start_runner(folder: Path, behaviours: dict[str, str]) -> tuple[subprocess.P
 def test_ctrl_c_drains_in_order(scripts: Path) -> None:
     runner, _ = start_runner(scripts, ALL)
     runner.send_signal(signal.SIGINT)
-    assert runner.wait(30) == INTERRUPTED_CODE
+    assert runner.wait(60) == INTERRUPTED_CODE
     assert (scripts / "stops").read_text().split() == ["actor-1", "eval-1", "sandbox-1", "learner", "broker"]
 
 
@@ -191,8 +193,8 @@ def test_second_ctrl_c_kills(scripts: Path) -> None:
     runner.send_signal(signal.SIGINT)
     until(lambda: b"draining" in (scripts / "shown").read_bytes(), "draining")
     runner.send_signal(signal.SIGINT)
-    assert runner.wait(30) == INTERRUPTED_CODE
-    gone, alive = psutil.wait_procs(children, timeout=10)
+    assert runner.wait(60) == INTERRUPTED_CODE
+    gone, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
     assert len(gone) == len(ALL)
 
@@ -201,7 +203,7 @@ def test_second_ctrl_c_kills(scripts: Path) -> None:
 def test_nothing_survives_a_killed_supervisor(scripts: Path) -> None:
     runner, children = start_runner(scripts, ALL)
     os.kill(runner.pid, signal.SIGKILL)
-    runner.wait(10)
-    gone, alive = psutil.wait_procs(children, timeout=10)
+    runner.wait(60)
+    gone, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
     assert len(gone) == len(ALL)

@@ -60,7 +60,7 @@ def test_nothing_is_told_before_the_disk_has_it_and_turns_keep_their_order(tmp_p
             stage.commits.settle()
         assert stage.told == []
         stage.disk.set()
-        await asyncio.wait_for(stage.commits.settled(), 20.0)
+        await asyncio.wait_for(stage.commits.settled(), 60.0)
         first, rest = stage.told
         assert any(isinstance(action, ev.SendLease) for action in first.actions)
         assert rest.actions == [ev.Note("0"), ev.Note("1"), ev.Note("2")]
@@ -76,7 +76,7 @@ def test_a_disk_that_is_full_ends_the_broker_and_tells_nobody(tmp_path: Path) ->
         stage.disk.set()
         stage.begin()
         stage.commits.turn.taken[b"peer"] = 1
-        await asyncio.wait_for(stage.commits.settled(), 20.0)
+        await asyncio.wait_for(stage.commits.settled(), 60.0)
         (error,) = stage.broken
         assert isinstance(error, EnvironmentFault) and "disk full" in str(error)
         stage.commits.turn.taken[b"peer"] = 2

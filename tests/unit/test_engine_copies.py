@@ -38,7 +38,7 @@ def _sibling(name: str) -> Any:
 kit = _sibling("test_engine_batch")
 NAMES = ("a", "b")
 SIZE = 300
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def tensors() -> Tensors:

@@ -24,7 +24,7 @@ from temper.common.schema import Body, Chunk, NewVersion, Version
 from temper.learner.publisher import Published, Publisher
 
 RUN = "run-a"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Port:
