@@ -27,7 +27,6 @@ from temper.common.errors import EngineError, TemperError
 from temper.common.recipe_derived import domain_sampling
 from temper.common.schema import FinishReason, Lease, Outcome, SampleMeta, SandboxJob, Verdict
 
-MOST_REASON = 300  # characters of a sandbox's reason in a message
 SCORE_TIMEOUT_S = 30.0  # a domain's own time for one score; waiting for sandbox verdicts is not counted
 Cause = Literal["task", "infra", "drain"]
 _OUTCOMES = get_args(Outcome)
@@ -266,8 +265,7 @@ async def score_completion(domain: Domain, name: str, task: Task, completion: Co
     an infra outcome, which is no score."""
     try:
         async with asyncio.timeout(SCORE_TIMEOUT_S) as limit:
-            patient = _PatientGrader(grader, limit)
-            score = await domain.score(task, completion, patient)
+            score = await domain.score(task, completion, _PatientGrader(grader, limit))
     except TimeoutError as error:
         raise Failed("task", f"{name}.score took over {SCORE_TIMEOUT_S:.0f} s for {task.key[:100]!r}") from error
     except Failed:
@@ -278,8 +276,7 @@ async def score_completion(domain: Domain, name: str, task: Task, completion: Co
     if problem:
         raise Failed("task", f"{name}.score of {task.key[:100]!r}: {problem}")
     if score.outcome == "infra":
-        why = patient.why or "no reason given"
-        raise Failed("infra", f"{name}: the sandbox could not judge {task.key[:100]!r}: {why[:MOST_REASON]}")
+        raise Failed("infra", f"{name}: the sandbox could not judge {task.key[:100]!r}")
     return score
 
 
@@ -300,11 +297,10 @@ def score_problem(score: Any, tokens: int) -> str:
 
 
 class _PatientGrader:
-    """Stops a domain's clock while it waits for verdicts. `why`: what the last one said that was none."""
+    """Stops a domain's clock while it waits for verdicts."""
 
     def __init__(self, grader: Grader, limit: asyncio.Timeout) -> None:
         self._grader, self._limit, self._open, self._left = grader, limit, 0, SCORE_TIMEOUT_S
-        self.why = ""
 
     async def run(self, job: SandboxJob) -> Verdict:
         loop = asyncio.get_running_loop()
@@ -313,10 +309,7 @@ class _PatientGrader:
             self._limit.reschedule(None)
         self._open += 1
         try:
-            verdict = await self._grader.run(job)
-            if verdict.outcome == "infra":
-                self.why = verdict.detail
-            return verdict
+            return await self._grader.run(job)
         finally:
             self._open -= 1
             if self._open == 0 and not self._limit.expired():

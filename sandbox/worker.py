@@ -43,7 +43,6 @@ class Worker:
         self._slots = asyncio.Semaphore(slots)
         self._cells = self._counted = 0
         self.running: set[Cell] = set()
-        self.unjailed = 0  # jobs in a row that no jail could be had for
         self.began = asyncio.Event()  # some job has begun to run
         self.on_test: Callable[[], None] = lambda: None  # some test of some job has ended
         self._pools: dict[tuple[str, str], Pool] = {}
@@ -81,12 +80,10 @@ class Worker:
             return verdicts.infra(problem)
         async with self._slots:
             try:
-                run = self.sessions.run if job.session_id is not None else self._in_jails
-                verdict = await run(job)
-                self.unjailed = 0
-                return verdict
+                if job.session_id is not None:
+                    return await self.sessions.run(job)
+                return await self._in_jails(job)
             except (JailFailed, OSError) as error:
-                self.unjailed += 1
                 if self.attempts > 1:
                     log(f"job {job.job_id}: {error}")
                 return verdicts.infra(str(error))
