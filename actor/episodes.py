@@ -27,6 +27,7 @@ from temper.common.errors import EngineError, TemperError
 from temper.common.recipe_derived import domain_sampling
 from temper.common.schema import FinishReason, Lease, Outcome, SampleMeta, SandboxJob, Verdict
 
+MOST_REASON = 300  # characters of a sandbox's reason in a message
 SCORE_TIMEOUT_S = 30.0  # a domain's own time for one score; waiting for sandbox verdicts is not counted
 Cause = Literal["task", "infra", "drain"]
 _OUTCOMES = get_args(Outcome)
@@ -265,7 +266,8 @@ async def score_completion(domain: Domain, name: str, task: Task, completion: Co
     an infra outcome, which is no score."""
     try:
         async with asyncio.timeout(SCORE_TIMEOUT_S) as limit:
-            score = await domain.score(task, completion, _PatientGrader(grader, limit))
+            patient = _PatientGrader(grader, limit)
+            score = await domain.score(task, completion, patient)
     except TimeoutError as error:
         raise Failed("task", f"{name}.score took over {SCORE_TIMEOUT_S:.0f} s for {task.key[:100]!r}") from error
     except Failed:
@@ -276,7 +278,8 @@ async def score_completion(domain: Domain, name: str, task: Task, completion: Co
     if problem:
         raise Failed("task", f"{name}.score of {task.key[:100]!r}: {problem}")
     if score.outcome == "infra":
-        raise Failed("infra", f"{name}: the sandbox could not judge {task.key[:100]!r}")
+        why = patient.why or "no reason given"
+        raise Failed("infra", f"{name}: the sandbox could not judge {task.key[:100]!r}: {why[:MOST_REASON]}")
     return score
 
 
@@ -297,10 +300,11 @@ def score_problem(score: Any, tokens: int) -> str:
 
 
 class _PatientGrader:
-    """Stops a domain's clock while it waits for verdicts."""
+    """Stops a domain's clock while it waits for verdicts. `why`: what the last one said that was none."""
 
     def __init__(self, grader: Grader, limit: asyncio.Timeout) -> None:
         self._grader, self._limit, self._open, self._left = grader, limit, 0, SCORE_TIMEOUT_S
+        self.why = ""
 
     async def run(self, job: SandboxJob) -> Verdict:
         loop = asyncio.get_running_loop()
@@ -309,7 +313,10 @@ class _PatientGrader:
             self._limit.reschedule(None)
         self._open += 1
         try:
-            return await self._grader.run(job)
+            verdict = await self._grader.run(job)
+            if verdict.outcome == "infra":
+                self.why = verdict.detail
+            return verdict
         finally:
             self._open -= 1
             if self._open == 0 and not self._limit.expired():

@@ -1,7 +1,7 @@
-"""`temper docs`: the README's tables of recipe keys, objectives, metrics and status, made from the code: they agree with it.
+"""`temper docs`: the pages' tables of recipe keys, objectives, metrics and status, made from the code: they agree with it.
 
-``temper docs`` prints them, ``temper docs --write README.md`` puts them between their markers
-(``<!-- table: keys -->`` ... ``<!-- end -->``), ``temper docs --check README.md`` fails when the file is not current.
+``temper docs`` prints them, ``temper docs --write */README.md`` puts them between their markers
+(``<!-- table: keys -->`` ... ``<!-- end -->``), ``temper docs --check */README.md`` fails when a page is not current.
 """
 
 from __future__ import annotations
@@ -154,15 +154,17 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="temper docs", description="Tables of recipe keys, objectives and metrics, from the code."
     )
-    parser.add_argument("--write", metavar="FILE", type=Path, help="refresh the tables in this file")
-    parser.add_argument("--check", metavar="FILE", type=Path, help="fail when the tables in this file are not current")
+    parser.add_argument("--write", metavar="FILE", type=Path, nargs="+", default=[], help="refresh the tables there")
+    parser.add_argument(
+        "--check", metavar="FILE", type=Path, nargs="+", default=[], help="fail if tables are not current"
+    )
     arguments = parser.parse_args(argv)
-    if arguments.write:
-        write_atomically(arguments.write, refreshed(arguments.write.read_text(encoding="utf-8")).encode())
-    elif arguments.check:
-        text = arguments.check.read_text(encoding="utf-8")
+    for page in arguments.write:
+        write_atomically(page, refreshed(page.read_text(encoding="utf-8")).encode())
+    for page in arguments.check:
+        text = page.read_text(encoding="utf-8")
         if refreshed(text) != text:
-            raise ConfigError(f"{arguments.check}: its tables are not current: temper docs --write {arguments.check}")
-    else:
+            raise ConfigError(f"{page}: its tables are not current: temper docs --write {page}")
+    if not arguments.write and not arguments.check:
         print("\n\n".join(table() for table in TABLES.values()))
     return 0

@@ -59,7 +59,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("sandbox", "temper.sandbox.__main__", "start a sandbox worker alone"),
     Command("exec", "temper.cli.exec", "execute one program in a jail and show its verdict"),
     Command("eval", "temper.actor.__main__", "start an evaluator alone", ("--lane", "eval")),
-    Command("docs", "temper.cli.docs", "print or refresh the README's tables of recipe keys and metrics"),
+    Command("docs", "temper.cli.docs", "print or refresh the pages' tables, made from the code"),
     Command("version", "temper.cli.version", "the versions of Temper and of what it stands on"),
 )
 

@@ -95,7 +95,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--key", metavar="FILE", help="this peer's key file, for tcp://")
     parser.add_argument("--once", action="store_true", help="print once and end")
-    parser.add_argument("--json", action="store_true", help="print JSON, one line each; the README lists its keys")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON, one line each; broker/README.md lists its keys"
+    )
     parser.add_argument("--dead-letters", action="store_true", help="print what was given up, and why, and end")
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=10.0, help="how long to wait for the broker (10)"

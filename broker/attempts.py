@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from temper.broker.events import Action, Ignore, Note, PeerKey, RefuseAttempt, SamplesArrived, Store
+from temper.broker.events import Action, Apart, Ignore, Note, PeerKey, RefuseAttempt, SamplesArrived, Store
 from temper.broker.fates import Fates
 from temper.broker.leases import LeaseRecord
 from temper.broker.state import RunState
@@ -91,6 +91,8 @@ class Attempts:
         record = run.leases.leases.get(lease_id)
         samples = event.samples
         indices = tuple([sample.index for sample in samples])
+        if event.joined and not self._storable(record, event, indices):
+            return Apart(lease_id)
         if record is None or not record.out or record.attempt != event.attempt or record.peer != peer:
             self.ended = True
             if record is not None and record.last_peer == peer and record.have.issuperset(indices):
@@ -112,6 +114,17 @@ class Attempts:
             self.ended = True
             followed += self.fates.complete(record)
         return Store(lease_id, indices)
+
+    def _storable(self, record: LeaseRecord | None, event: SamplesArrived, indices: tuple[int, ...]) -> bool:
+        """Whether every one of the samples is to be stored."""
+        return (
+            record is not None
+            and record.out
+            and record.attempt == event.attempt
+            and record.peer == event.peer
+            and 0 <= min(indices) <= max(indices) < record.size
+            and len(record.have.union(indices)) == len(record.have) + len(indices)
+        )
 
     def holding(self, peer: PeerKey, body: schema.Holding) -> list[Action]:
         """What the peer still works on after this broker came back: what it never got goes out again, what it should not

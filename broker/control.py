@@ -26,7 +26,7 @@ from temper.common import schema
 from temper.common.errors import ProtocolError, TemperError
 from temper.common.log import log
 from temper.common.metrics import Meter
-from temper.common.pump import Delivery, PeerId, Router
+from temper.common.pump import Arrival, Delivery, PeerId, Router
 from temper.common.schema import pack_frames
 
 SAMPLES = schema.Samples.KIND
@@ -73,13 +73,12 @@ class ControlDesk:
 
     # ------------------------------------------------------------ a turn
 
-    def on_batch(self, batch: list[Delivery]) -> None:
+    def on_batch(self, batch: list[Arrival]) -> None:
         """One loop turn's messages. Samples that came one after another are taken together."""
         if self.commits.is_broken:
             return
         find, taken = self.guests.key, self.commits.turn.taken
-        run: list[Delivery] = []
-        keys: list[str] = []
+        run = intake.Messages()
         known, key = b"", None
         for delivery in batch:
             peer = delivery.peer
@@ -90,19 +89,19 @@ class ControlDesk:
             if delivery.sequence:
                 taken[peer] = delivery.sequence  # unless something is wrong with it, see `_refuse`
             if delivery.kind == SAMPLES:
-                run.append(delivery)
-                keys.append(key)
+                run.add(key, delivery)
                 continue
+            assert isinstance(delivery, Delivery)  # nothing else is lazy
             known = b""
-            if run and delivery.kind not in BESIDE_SAMPLES:
-                self._take_samples(keys, run)
-                run, keys = [], []
+            if run.keys and delivery.kind not in BESIDE_SAMPLES:
+                self._take_samples(run)
+                run = intake.Messages()
             try:
                 self._handle(key, delivery)
             except ProtocolError as error:
                 self._refuse(peer, error)
-        if run:
-            self._take_samples(keys, run)
+        if run.keys:
+            self._take_samples(run)
         self.settle()
 
     def take(self, event: ev.Event) -> list[ev.Action]:
@@ -126,6 +125,7 @@ class ControlDesk:
         """The turn is as durable as it must be: tell everybody."""
         for peer, sequence in turn.taken.items():
             self.router.acknowledge(peer, sequence)
+        self.router.answer()  # before what takes longer
         for peer in turn.leaving:
             self.router.forget(peer, "goodbye")
             self.gone(peer)
@@ -155,8 +155,8 @@ class ControlDesk:
                 if record is not None and record.draining != (busy := takes_nothing(record.role, body)):
                     self.take(ev.Availability(key, busy))
             case schema.Job():
-                if self.guests.role(key) in ("actor", "eval"):
-                    self._jobs.setdefault(body.job_id, (delivery.raw_meta, delivery.frames))
+                if self.guests.role(key) in ("actor", "eval") and body.job_id not in self.core.jobs.jobs:
+                    self._jobs[body.job_id] = delivery.raw_meta, delivery.frames
                 self.take(ev.Received(key, body, delivery.size))
             case schema.JobDone():
                 for action in self.take(ev.Received(key, body)):
@@ -177,34 +177,41 @@ class ControlDesk:
                 self.commits.steered = True
                 self.take(ev.Received(key, body))
 
-    def _take_samples(self, keys: list[str], run: list[Delivery]) -> None:
-        """Samples in the order in which they came, and whose they are: read, check, decide and keep as many as possible at
-        once."""
+    def _take_samples(self, run: intake.Messages) -> None:
+        """Samples in the order in which they came: read, check, decide and keep as many as possible at once."""
         try:
-            bodies = intake.read_all([delivery.raw_meta for delivery in run])
+            bodies = intake.read_all(run.metas)
         except ProtocolError:
-            run, keys, bodies = self._readable(run, keys)
-        faults = intake.faults(bodies, [delivery.frames for delivery in run])
+            run, bodies = self._readable(run)
+        faults = intake.faults(bodies, run.frames)
+        if not faults:
+            self._keep(run, bodies)
+            return
         begin = 0
         for i in sorted(faults):
-            self._keep(keys[begin:i], run[begin:i], bodies[begin:i])
+            self._keep(run.only(range(begin, i)), bodies[begin:i])
             begin = i + 1
             fault = faults[i]
             if isinstance(fault, BadSamples):
-                self._give_back(keys[i], bodies[i], fault)
+                self._give_back(run.keys[i], bodies[i], fault)
             else:
-                self._refuse(run[i].peer, fault)
-        self._keep(keys[begin:], run[begin:], bodies[begin:])
+                self._refuse_key(run.keys[i], fault)
+        self._keep(run.only(range(begin, len(bodies))), bodies[begin:])
 
-    def _readable(self, run: list[Delivery], keys: list[str]) -> tuple[list[Delivery], list[str], list[intake.Intake]]:
+    def _readable(self, run: intake.Messages) -> tuple[intake.Messages, list[intake.Intake]]:
         """What of a run can be read; who sent the rest is refused."""
-        read: list[tuple[Delivery, str, intake.Intake]] = []
-        for delivery, key in zip(run, keys, strict=True):
+        read: dict[int, intake.Intake] = {}
+        for i, meta in enumerate(run.metas):
             try:
-                read.append((delivery, key, intake.read(delivery.raw_meta)))
+                read[i] = intake.read(meta)
             except ProtocolError as error:
-                self._refuse(delivery.peer, error)
-        return [each[0] for each in read], [each[1] for each in read], [each[2] for each in read]
+                self._refuse_key(run.keys[i], error)
+        return run.only(list(read)), list(read.values())
+
+    def _refuse_key(self, key: str, error: ProtocolError) -> None:
+        peer = self.guests.id(key)
+        if peer is not None:
+            self._refuse(peer, error)
 
     def _give_back(self, key: str, body: intake.Intake, fault: BadSamples) -> None:
         """Samples that no learner could use: the attempt is refused, and counts against the task."""
@@ -215,29 +222,36 @@ class ControlDesk:
             self.commits.turn.actions.append(ev.RefuseAttempt(key, lease_id, attempt, str(fault)))
             self.take(ev.Received(key, schema.Return(lease_id, attempt, "task", str(fault))))
 
-    def _keep(self, keys: list[str], good: list[Delivery], bodies: list[intake.Intake]) -> None:
-        """Tell the core of good samples and store what it accepts."""
-        if not good:
+    def _keep(self, run: intake.Messages, bodies: list[intake.Intake], joined: bool = True) -> None:
+        """Tell the core of good samples and store what it accepts; those of one attempt together, if they are `joined`."""
+        if not bodies:
             return
-        arrivals = [
-            ev.SamplesArrived(key, body.lease_id, body.attempt, body.samples, delivery.size - len(delivery.raw_meta))
-            for key, delivery, body in zip(keys, good, bodies, strict=True)
-        ]
+        if joined:
+            places = intake.by_attempt(run.keys, bodies)
+        else:
+            places = [[i] for i in range(len(bodies))]
+        arrivals = [run.arrival(bodies, place) for place in places]
         actions = self.core.on(ev.SamplesBatch(arrivals), time.monotonic())
-        turn, store = self.commits.turn, self.ledger.store
+        turn, apart = self.commits.turn, []
         accepted = refused = 0
-        for delivery, arrival, verdict in zip(good, arrivals, actions, strict=False):
+        for place, arrival, verdict in zip(places, arrivals, actions, strict=False):
             if type(verdict) is ev.Store:
-                stored = store(arrival.lease_id, verdict.indices, delivery.raw_meta, delivery.frames, arrival.nbytes)
+                indices = [tuple([sample.index for sample in bodies[i].samples]) for i in place]
+                messages = [(run.metas[i], run.frames[i]) for i in place]
+                stored = self.ledger.store_run(arrival.lease_id, indices, messages, arrival.nbytes)
                 if type(stored) is not Accepted:
                     raise AssertionError(f"ledger and core do not agree about lease {arrival.lease_id}: {stored}")
                 accepted += len(arrival.samples)
+            elif type(verdict) is ev.Apart:
+                apart += place
             elif isinstance(verdict, ev.RefuseAttempt):
                 refused += len(arrival.samples)
                 turn.actions.append(verdict)
         self.samples["accepted"] += accepted
         self.samples["refused"] += refused
-        turn.actions += actions[len(good) :]
+        turn.actions += actions[len(arrivals) :]
+        if apart:
+            self._keep(run.only(apart), [bodies[i] for i in apart], joined=False)
 
     def left(self, peer: PeerId, reason: str) -> None:
         """The peer is gone: `gone` is told, its leases and jobs go out again."""
@@ -293,7 +307,8 @@ class ControlDesk:
                 verdict = schema.Verdict("infra", detail=reason)
                 self._send(requester, schema.JobDone(job_id, "infra"), pack_frames(verdict))
             case ev.DropJob(job_id):
-                self._jobs.pop(job_id, None)
+                if job_id not in self.core.jobs.jobs:  # else it came once more in the meantime
+                    self._jobs.pop(job_id, None)
             case ev.Fail(reason, exit_code):
                 self._fail(reason, exit_code)
             case ev.Inform(learner, reason):

@@ -63,13 +63,15 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
 
 class SamplesArrived(msgspec.Struct, frozen=True, gc=False):
-    """Validated samples of one message; `nbytes` is what their arrays take."""
+    """Validated samples of one message; `nbytes` is what their arrays take. `joined`: of several messages, which are stored
+    together or not at all (`Apart`)."""
 
     peer: PeerKey
     lease_id: int
     attempt: int
     samples: Sequence[SampleMeta]
     nbytes: int
+    joined: bool = False
 
 
 class SamplesBatch(msgspec.Struct, frozen=True, gc=False):
@@ -112,6 +114,12 @@ class Ignore(msgspec.Struct, frozen=True, gc=False):
 
     lease_id: int
     indices: tuple[int, ...]
+
+
+class Apart(msgspec.Struct, frozen=True, gc=False):
+    """Joined messages that do not fare alike: nothing was done with them, they are to be handed in one by one."""
+
+    lease_id: int
 
 
 class RefuseAttempt(msgspec.Struct, frozen=True, gc=False):
@@ -218,6 +226,7 @@ Action = (
     SendLease
     | Store
     | Ignore
+    | Apart
     | RefuseAttempt
     | Deliver
     | RefusePeer

@@ -15,12 +15,15 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from temper.broker.events import PeerKey, SamplesArrived
 from temper.broker.validate import LOGPROB_SLACK, BadSamples, check
 from temper.common.arrays import packed_bytes, spec_bytes
+from temper.common.delivery import Arrival, DeliveryRun
 from temper.common.errors import ProtocolError
 from temper.common.schema import ArraySpec, SampleMeta, Samples
 
 LAYOUTS, LAYOUT_BYTES = 8192, 512
+FEW = 4  # messages of one layout: from here on they are looked at as one table
 USUAL = {"tokens": "int32", "behaviour_logprob": "float32", "loss_mask": "uint8", "cu_seqlens": "int64"}
 
 
@@ -57,6 +60,53 @@ class Values(msgspec.Struct, gc=False):
     facts: list[float]
 
 
+class Messages(msgspec.Struct, gc=False):
+    """A run of Samples messages in the order in which they came: whose each is, its meta, its frames, the bytes of both."""
+
+    keys: list[PeerKey] = []
+    metas: list[bytes] = []
+    frames: list[list[Any]] = []
+    sizes: list[int] = []
+
+    def add(self, key: PeerKey, came: Arrival) -> None:
+        """One more delivery, of one or of several."""
+        if isinstance(came, DeliveryRun):
+            self.keys += [key] * len(came.sizes)
+            self.metas += came.metas
+            self.frames += came.frames
+            self.sizes += came.sizes
+        else:
+            self.keys.append(key)
+            self.metas.append(came.raw_meta)
+            self.frames.append(came.frames)
+            self.sizes.append(came.size)
+
+    def arrival(self, bodies: Sequence[Intake], places: Sequence[int]) -> SamplesArrived:
+        """What the core is told of those at `places`, all of one attempt."""
+        first = bodies[places[0]]
+        if len(places) == 1:
+            samples, nbytes = first.samples, self.sizes[places[0]] - len(self.metas[places[0]])
+        else:
+            samples = [sample for i in places for sample in bodies[i].samples]
+            nbytes = sum([self.sizes[i] - len(self.metas[i]) for i in places])
+        key = self.keys[places[0]]
+        return SamplesArrived(key, first.lease_id, first.attempt, samples, nbytes, joined=len(places) > 1)
+
+    def only(self, places: Sequence[int]) -> Messages:
+        """Those at `places`."""
+        lists = (self.keys, self.metas, self.frames, self.sizes)
+        return Messages(*[[found[i] for i in places] for found in lists])  # type: ignore[arg-type]
+
+
+class Alike(msgspec.Struct, gc=False):
+    """Messages of one sample with the same layout, looked at together: their places, frames, and the values in their facts."""
+
+    layout: Layout
+    places: list[int] = []
+    frames: list[bytes] = []
+    facts: list[float] = []
+
+
 _decode = msgspec.msgpack.Decoder(Intake).decode
 _specs = msgspec.msgpack.Decoder(list[ArraySpec]).decode
 _layouts: dict[bytes, Layout | None] = {}
@@ -73,6 +123,19 @@ def read_all(metas: Iterable[bytes]) -> list[Intake]:
         return [_decode(meta) for meta in metas]
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed Samples: {error}") from error
+
+
+def by_attempt(keys: Sequence[PeerKey], bodies: Sequence[Intake]) -> list[list[int]]:
+    """The places of the messages of each attempt, attempts in the order of their first message."""
+    found: dict[tuple[PeerKey, int, int], list[int]] = {}
+    peer, lease_id, attempt = "", -1, -1
+    places: list[int] = []
+    for i, (key, body) in enumerate(zip(keys, bodies, strict=True)):
+        if body.lease_id != lease_id or body.attempt != attempt or key != peer:
+            peer, lease_id, attempt = key, body.lease_id, body.attempt
+            places = found.setdefault((peer, lease_id, attempt), [])
+        places.append(i)
+    return list(found.values())
 
 
 def _whole(body: Intake) -> Samples:
@@ -194,6 +257,61 @@ def _fault(body: Intake, frames: Sequence[Any]) -> BadSamples | ProtocolError | 
 Fault = BadSamples | ProtocolError
 
 
+def _alike(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> tuple[list[Alike], list[int]]:
+    """Messages of one sample in one frame, by their layout, and the places of the others."""
+    found: dict[bytes, Alike] = {}
+    others: list[int] = []
+    encoded: msgspec.Raw | None = None
+    alike: Alike | None = None
+    count = size = 0
+    for i, body in enumerate(bodies):
+        if body.arrays != encoded:
+            encoded = body.arrays
+            alike, layout = found.get(bytes(encoded)), _layouts.get(bytes(encoded))
+            if alike is None and layout is not None and layout.alone:
+                alike = found[bytes(encoded)] = Alike(layout)
+            if alike is not None:
+                count, size = alike.layout.count, alike.layout.nbytes[0]
+        own, samples = frames[i], body.samples
+        if alike is not None and len(own) == len(samples) == 1:
+            frame, meta = own[0], samples[0]
+            runs = meta.version_runs
+            if (
+                type(frame) is bytes
+                and len(frame) == size
+                and len(runs) == 1
+                and runs[0][2] == count
+                and not meta.step_rewards
+            ):
+                alike.places.append(i)
+                alike.frames.append(frame)
+                alike.facts += meta.components.values()
+                if meta.reward is not None:
+                    alike.facts.append(meta.reward)
+                continue
+        others.append(i)
+    return list(found.values()), others
+
+
+def _all_fine(alike: Alike) -> bool:
+    """`_are_fine` and what `_usual` looks at, of messages with the same layout."""
+    layout, rows, joined = alike.layout, len(alike.frames), b"".join(alike.frames)
+    size, count = layout.nbytes[0], layout.count
+
+    def table(place: tuple[int, int, int], dtype: str, nbytes: int, columns: int) -> np.ndarray:
+        return np.ndarray((rows, columns), dtype, joined, place[1], (size, nbytes))
+
+    mask, logprob = table(layout.mask, "u1", 1, count), table(layout.logprob, "<f4", 4, count)
+    return all(map(isfinite, alike.facts)) and bool(
+        (table(layout.cu, "<i8", 8, 2) == (0, count)).all()
+        and not mask[:, 0].any()
+        and mask.max() <= 1
+        and table(layout.tokens, "<i4", 4, count).min() >= 0
+        and logprob.min() > -inf
+        and logprob.max() <= LOGPROB_SLACK
+    )
+
+
 def faults(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> dict[int, Fault]:
     """What is wrong with messages, by their place; nothing with those that are not in it. See ``validate`` for the two
     kinds of wrong."""
@@ -201,32 +319,14 @@ def faults(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> dict[in
     values = Values([], [], [], [])
     looked_at: list[int] = []
     quick: list[int] = []
-    for i, body in enumerate(bodies):
-        own, samples = frames[i], body.samples
-        layout = _layouts.get(bytes(body.arrays))
-        if layout is not None and layout.alone and len(own) == len(samples) == 1:  # `_usual`, without a detour
-            frame, meta = own[0], samples[0]
-            runs, (_, mask, end), (_, cu, _) = meta.version_runs, layout.mask, layout.cu
-            if (
-                type(frame) is bytes
-                and len(frame) == layout.nbytes[0]
-                and not frame[mask]
-                and len(runs) == 1
-                and runs[0][2] == layout.count
-                and not meta.step_rewards
-                and frame.startswith(layout.starts, cu)
-            ):
-                values.masks.append(frame[mask:end])
-                _, begin, end = layout.tokens
-                values.tokens.append(frame[begin:end])
-                _, begin, end = layout.logprob
-                values.logprobs.append(frame[begin:end])
-                values.facts += meta.components.values()
-                if meta.reward is not None:
-                    values.facts.append(meta.reward)
-                quick.append(i)
-                continue
-        (quick if _usual(body, own, values) else looked_at).append(i)
+    together, others = _alike(bodies, frames)
+    for alike in together:
+        if len(alike.places) < FEW:
+            others += alike.places
+        elif not _all_fine(alike):
+            looked_at += alike.places
+    for i in others:
+        (quick if _usual(bodies[i], frames[i], values) else looked_at).append(i)
     if quick and not _are_fine(values):
         looked_at += quick
     for i in looked_at:

@@ -128,6 +128,16 @@ class Ledger:
             return Refused(f"samples {list(indices)} of lease {lease_id}: an index appears twice")
         return Accepted(self.payloads.add(lease_id, indices, meta, frames, size))
 
+    def store_run(
+        self, lease_id: int, indices: list[tuple[int, ...]], messages: Sequence[Message], nbytes: int
+    ) -> Accepted | Refused:
+        """`store` of several messages of a lease, all of them new; their frames take `nbytes`."""
+        shelf, flat = self.payloads.shelves.get(lease_id), [index for each in indices for index in each]
+        have = shelf.have if shelf is not None else set()
+        if len(have.union(flat)) != len(have) + len(flat):
+            return Refused(f"samples {flat} of lease {lease_id}: {sorted(have)} are there already, or one comes twice")
+        return Accepted(self.payloads.add_run(lease_id, indices, messages, nbytes))
+
     def record(self, changes: Changes) -> None:
         """Take the core's changes; durable with the next transaction."""
         for lease in changes.leases:

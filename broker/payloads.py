@@ -71,16 +71,21 @@ class PayloadStore:
 
     def add(self, lease_id: int, indices: Indices, meta: bytes, frames: Sequence[Any], nbytes: int) -> int:
         """Keep one message's samples, `nbytes` of frames; returns the number of the part."""
+        return self.add_run(lease_id, [indices], [(meta, frames)], nbytes)
+
+    def add_run(self, lease_id: int, indices: Sequence[Indices], messages: Sequence[Message], nbytes: int) -> int:
+        """`add` for several messages; returns the number of the first part."""
         shelf = self.shelves.get(lease_id)
         if shelf is None:
             shelf = self.shelves[lease_id] = Shelf(lease_id, [], set(), [], [])
-        shelf.indices.append(indices)
-        shelf.have.update(indices)
-        shelf.messages.append((meta, frames))
+        part = len(shelf.indices)
+        shelf.indices += indices
+        shelf.have.update(*indices)
+        shelf.messages += messages
         shelf.nbytes += nbytes
         self.cached_bytes += nbytes
         self._cached[lease_id] = self._unwritten[lease_id] = shelf
-        return len(shelf.indices) - 1
+        return part
 
     def place(self, everything: bool) -> list[Run]:
         """Queue unwritten parts for their segments: all, or the oldest leases that the cache has no room for."""

@@ -8,7 +8,7 @@ from typing import Any
 from temper.broker.pipe import Pipe
 from temper.common.errors import ProtocolError
 from temper.common.keys import PeerKeys
-from temper.common.pump import Delivery, PeerId, Router
+from temper.common.pump import Arrival, PeerId, Router
 from temper.common.schema import Ack, Hello
 from temper.common.session import check, check_kind, decode
 from temper.common.sockets import Address
@@ -39,7 +39,7 @@ class SiteRouter(Router):
             self.end(peer)
         super().close(linger_ms)
 
-    def _take(self, parts: list[Any], batch: list[Delivery], now: float) -> int:
+    def _take(self, parts: list[Any], batch: list[Arrival], now: float) -> int:
         passed = self._pass(parts)
         return super()._take(parts, batch, now) if passed is None else passed
 

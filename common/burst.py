@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from operator import add
 from typing import Any
 
 from temper.common.errors import ProtocolError
@@ -32,17 +34,18 @@ def joinable(kind: int, size: int, frames: Sequence[Any]) -> bool:
 
 def join(messages: Sequence[tuple[bytes, Sequence[Any]]]) -> tuple[bytes, list[bytes]]:
     """The meta part and the frames (one or none) of a burst of (meta, frames)."""
-    lengths: list[int] = []
-    pieces: list[Any] = []
-    for meta, frames in messages:
-        if frames:
-            frame = frames[0]
-            lengths += (len(meta), len(frame) if type(frame) is bytes else memoryview(frame).nbytes)
-            pieces.append(frame)
-        else:
-            lengths += (len(meta), -1)
+    metas = [meta for meta, _ in messages]
+    pieces = [frames[0] for _, frames in messages if frames]
+    lengths = [-1] * (2 * len(metas))
+    lengths[::2] = map(len, metas)
+    held = [len(piece) if type(piece) is bytes else memoryview(piece).nbytes for piece in pieces]
+    if len(held) == len(metas):
+        lengths[1::2] = held
+    else:
+        sizes = iter(held)
+        lengths[1::2] = [next(sizes) if frames else -1 for _, frames in messages]
     table = struct.pack(f"<{len(lengths)}i", *lengths)
-    return b"".join([table, *(meta for meta, _ in messages)]), [b"".join(pieces)] if pieces else []
+    return b"".join([table, *metas]), [b"".join(pieces)] if pieces else []
 
 
 def divide(count: int, kind: int, parts: Sequence[Any]) -> tuple[list[int], list[bytes], list[list[bytes]]]:
@@ -58,22 +61,19 @@ def divide(count: int, kind: int, parts: Sequence[Any]) -> tuple[list[int], list
             f"{MESSAGES} messages in at most 2 parts, {BYTES} bytes"
         )
     lengths = struct.unpack_from(f"<{2 * count}i", table)
-    sizes: list[int] = []
-    metas: list[bytes] = []
-    frames: list[list[bytes]] = []
-    begin = 0
-    for meta_bytes, frame_bytes in zip(lengths[::2], lengths[1::2], strict=True):
-        if meta_bytes < 0 or frame_bytes < -1:
-            raise ProtocolError(f"a message of {meta_bytes} and {frame_bytes} bytes in a burst")
-        metas.append(table[at : at + meta_bytes])
-        at += meta_bytes
-        if frame_bytes < 0:
-            frames.append([])
-            sizes.append(meta_bytes)
-        else:
-            frames.append([joined[begin : begin + frame_bytes]])
-            begin += frame_bytes
-            sizes.append(meta_bytes + frame_bytes)
-    if at != len(table) or begin != len(joined):
-        raise ProtocolError(f"a burst of {len(table)} and {len(joined)} bytes, its lengths add up to {at} and {begin}")
-    return sizes, metas, frames
+    meta_bytes, frame_bytes = lengths[::2], lengths[1::2]
+    least = min(frame_bytes)
+    if min(meta_bytes) < 0 or least < -1:
+        wrong = next((m, f) for m, f in zip(meta_bytes, frame_bytes, strict=True) if m < 0 or f < -1)
+        raise ProtocolError(f"a message of {wrong[0]} and {wrong[1]} bytes in a burst")
+    held = frame_bytes if least >= 0 else tuple([max(n, 0) for n in frame_bytes])
+    ends, bounds = list(accumulate(meta_bytes, initial=at)), list(accumulate(held, initial=0))
+    if ends[-1] != len(table) or bounds[-1] != len(joined):
+        raise ProtocolError(
+            f"a burst of {len(table)} and {len(joined)} bytes, its lengths add up to {ends[-1]} and {bounds[-1]}"
+        )
+    metas = [table[begin:end] for begin, end in pairwise(ends)]
+    frames = [[joined[begin:end]] for begin, end in pairwise(bounds)]
+    if least < 0:
+        frames = [frame if n >= 0 else [] for frame, n in zip(frames, frame_bytes, strict=True)]
+    return list(map(add, meta_bytes, held)), metas, frames

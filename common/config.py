@@ -2,7 +2,7 @@
 
 Sources, later wins: the defaults here, the recipe's TOML, ``--section.key=value``. Loading and checking live in
 ``recipe`` (unknown, mistyped or inert keys are errors); this module holds only the values. Names carry their unit.
-Each field's comment is its documentation: the README's table is generated from it.
+Each field's comment is its documentation: the table in common/README.md is generated from it.
 """
 
 from __future__ import annotations

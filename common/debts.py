@@ -1,8 +1,10 @@
 """`Debts`: which peers an acknowledgement is owed to, and when it goes out.
 
-At the end of the turn where a peer's window hangs on it (``Channel.ack_urgent``); else within milliseconds, so that one
-acknowledgement answers for many messages. With many peers the delay grows, so that acknowledging costs about the same
-however many there are. Used by ``pump.Router``.
+At the end of the loop's turn: one for each peer, however many of its messages the turn brought, so that acknowledgements are few
+under load and at once without. A turn that leaves more than `FEW` peers to answer (hundreds are connected, each sends little) has
+only the urgent ones answered (``Channel.ack_urgent``: a window hangs on it); the others within milliseconds, so that one
+answers for several turns. With many peers that delay grows, and acknowledging costs about the same however many there are.
+Used by ``pump.Router``.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import asyncio
 
 from temper.common.session import Session
 
+FEW = 16
 SOON_S = 0.002
 LATEST_S = 0.4  # well below the sender's RESEND_S
 PER_S = 1000  # acknowledgements, about, in all
@@ -21,33 +24,34 @@ class Debts:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._soon: set[Session] = set()
+        self._owed: set[Session] = set()
         self._urgent: set[Session] = set()
+        self._peers = 0
         self._timer: asyncio.TimerHandle | None = None
         self._scheduled = False
 
     def owe(self, session: Session, peers: int) -> None:
         """`session`, one of `peers`, has something to acknowledge."""
-        if session.channel.ack_urgent:
-            self._urgent.add(session)
-            if not self._scheduled:
-                self._scheduled = True
-                self._loop.call_soon(self.pay_urgent)
-        elif session not in self._soon:
-            self._soon.add(session)
-            if self._timer is None:
-                delay_s = min(max(SOON_S, peers / PER_S), LATEST_S)
-                self._timer = self._loop.call_later(delay_s, self._pay_soon)
+        self._peers = peers
+        (self._urgent if session.channel.ack_urgent else self._owed).add(session)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self.turn_over)
 
-    def pay_urgent(self) -> None:
-        """Send what is urgent now."""
+    def turn_over(self) -> None:
+        """Send what need not wait for another turn."""
         self._scheduled = False
         if self._urgent:
             self._pay(self._urgent)
+        if len(self._owed) <= FEW:
+            self._pay(self._owed)
+        elif self._timer is None:
+            delay_s = min(max(SOON_S, self._peers / PER_S), LATEST_S)
+            self._timer = self._loop.call_later(delay_s, self._pay_late)
 
-    def _pay_soon(self) -> None:
+    def _pay_late(self) -> None:
         self._timer = None
-        self._pay(self._soon)
+        self._pay(self._owed)
 
     def _pay(self, sessions: set[Session]) -> None:
         now = self._loop.time()
@@ -59,4 +63,4 @@ class Debts:
         """Send everything that is owed; nothing afterwards."""
         if self._timer is not None:
             self._timer.cancel()
-        self._pay(self._urgent | self._soon)
+        self._pay(self._urgent | self._owed)

@@ -1,4 +1,4 @@
-"""`Delivery`: one received message as the broker's Router hands it on."""
+"""What the broker's Router hands on: a `Delivery` is one received message, a `DeliveryRun` several that came in one burst."""
 
 from __future__ import annotations
 
@@ -41,3 +41,18 @@ class Delivery(msgspec.Struct, eq=False, gc=False):
     def header(self) -> Header:
         """The header as it came."""
         return Header(*self.fields)
+
+
+class DeliveryRun(msgspec.Struct, eq=False, gc=False):
+    """A burst (``burst``) of a Router's `lazy` kind, each of its messages the next in order: `metas[i]`, `frames[i]` (bytes: one
+    or none) and `sizes[i]` (bytes of both) are message i's, `sequence` is the last one's."""
+
+    peer: PeerId
+    kind: int
+    sequence: int
+    sizes: list[int]
+    metas: list[bytes]
+    frames: list[list[bytes]]
+
+
+Arrival = Delivery | DeliveryRun

@@ -1,4 +1,4 @@
-"""The one registry of metrics: name, unit, kind, definition. It yields TensorBoard tags and the README's table.
+"""The one registry of metrics: name, unit, kind, definition. It yields TensorBoard tags and the table in common/README.md.
 
 A metric is named ``<daemon>/<group>/<name>_<unit>``. A daemon holds a `Meter`, counts into it, and reports the full
 key set of its role every tick (`Meter.tick`): counters since the last tick, gauges as last seen.

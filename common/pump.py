@@ -6,7 +6,7 @@
         return Welcome(run_id, recipe, lineage=0, heartbeat_s=1.0)
     def on_batch(deliveries):          # everything one loop turn brought, in order within a peer
         for d in deliveries:           # d.peer, d.body, d.frames, d.kind, d.sequence, d.header, d.raw_meta
-            ...
+            ...                        # of a `lazy` kind there may also be a DeliveryRun: d.kind, d.sequence, d.metas, d.frames
         ledger.commit()                # then, now or later:
         for d in deliveries:
             router.acknowledge(d.peer, d.sequence)
@@ -32,7 +32,7 @@ from temper.common import burst
 from temper.common.admission import Admission
 from temper.common.credit import DELIVER, WINDOW_BYTES, WINDOW_MESSAGES, Channel
 from temper.common.debts import Debts
-from temper.common.delivery import Delivery, PeerId
+from temper.common.delivery import Arrival, Delivery, DeliveryRun, PeerId
 from temper.common.errors import ProtocolError
 from temper.common.keys import BrokerKeys
 from temper.common.link import Link
@@ -41,7 +41,7 @@ from temper.common.session import Backlogged, Fields, Outgoing, Session, check, 
 from temper.common.sockets import SocketKind, bind, new_epoch, parse_address
 from temper.common.wire import FRAME_LIMIT, META_LIMIT_BYTES, header_fields, is_header, pack_meta
 
-__all__ = ["Delivery", "PeerId", "Router"]
+__all__ = ["Arrival", "Delivery", "DeliveryRun", "PeerId", "Router"]
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 30.0
@@ -77,7 +77,7 @@ class Router:
         self,
         address: str,
         kind: SocketKind,
-        on_batch: Callable[[list[Delivery]], None],
+        on_batch: Callable[[list[Any]], None],
         on_closed: Callable[[PeerId, str], None],
         *,
         welcome: Callable[[PeerId, Hello], Welcome | Refused],
@@ -90,7 +90,8 @@ class Router:
         silence_s: float = SILENCE_S,
         sent_bytes: int = SENT_BYTES,
     ) -> None:
-        """`on_room(peer)`: what had to queue for that peer has all been sent. `lazy`: kinds delivered undecoded.
+        """`on_room(peer)`: what had to queue for that peer has all been sent. `lazy`: kinds delivered undecoded, and those that
+        came together as one `DeliveryRun`.
         `sent_bytes`: what all peers together may have queued or unacknowledged, about; beyond it the one with the most is
         closed. It does not hold on the bulk socket, whose frames are views of mapped files.
 
@@ -116,6 +117,7 @@ class Router:
         self._receiving = False
         self._knocks: dict[PeerId, int] = {}  # messages of peers without a session since the last tick
         self._unweighed = 0  # bytes sent since it was last looked at what all peers together have outstanding
+        self._burst_messages = 0  # of this turn
         self._closures: list[tuple[PeerId, str]] = []
         self._beat = Heartbeat("STARTING")
         self._keys = keys
@@ -183,7 +185,8 @@ class Router:
         self._loop.call_soon(self._report_closures)  # not from within the caller's loop over peers
 
     def acknowledge(self, peer: PeerId, sequence: int, release: bool = True) -> None:
-        """Everything from `peer` up to `sequence` is taken and as durable as it must be. Sent within milliseconds.
+        """Everything from `peer` up to `sequence` is taken and as durable as it must be. Sent with this turn, or within
+        milliseconds if many peers are to be answered.
 
         With `release` False the peer's credit stays used until `release` gives it back: that is how a full queue stops
         its producers.
@@ -193,6 +196,10 @@ class Router:
             return
         remote.session.channel.acknowledge(sequence, release)
         self._debts.owe(remote.session, len(self._peers))
+
+    def answer(self) -> None:
+        """Send the acknowledgements now that would leave with this turn."""
+        self._debts.turn_over()
 
     def release(self, peer: PeerId, messages: int, size: int) -> None:
         """Give credit back for `messages` acknowledged with ``release=False``, `size` bytes in all (header.size each)."""
@@ -257,13 +264,13 @@ class Router:
     # ------------------------------------------------------------ receiving
 
     def _drain(self) -> None:
-        batch: list[Delivery] = []
+        batch: list[Arrival] = []
         now = self._loop.time()
-        count = size = 0
+        count = size = self._burst_messages = 0
         receive, take, usual = self._link.receive, self._take, self._usual
         self._receiving = True
         try:
-            while count < TURN_MESSAGES and len(batch) < TURN_MESSAGES and size < TURN_BYTES:
+            while count + self._burst_messages < TURN_MESSAGES and size < TURN_BYTES:
                 parts = receive()
                 if parts is None:
                     break
@@ -274,9 +281,9 @@ class Router:
         if batch:
             self._on_batch(batch)
         self._report_closures()
-        self._debts.pay_urgent()
+        self._debts.turn_over()
 
-    def _usual(self, parts: list[Any], batch: list[Delivery], now: float) -> int:
+    def _usual(self, parts: list[Any], batch: list[Arrival], now: float) -> int:
         """The short way for what comes most: the next message in order, of a lazy kind, within every limit. Its bytes after
         the header; 0 if it is anything else, which `_take` then looks at."""
         remote = self._peers.get(parts[0])
@@ -294,7 +301,7 @@ class Router:
         batch.append(Delivery(parts[0], self._lazy[number], fields, number, sequence, size, meta, frames))
         return size
 
-    def _take(self, parts: list[Any], batch: list[Delivery], now: float) -> int:
+    def _take(self, parts: list[Any], batch: list[Arrival], now: float) -> int:
         peer: PeerId = parts[0]
         remote = self._peers.get(peer)
         if remote is None and peer in self._closed:
@@ -334,7 +341,7 @@ class Router:
             return 0
 
     def _take_burst(
-        self, remote: _Remote, kind: type[Body], fields: Fields, parts: list[Any], batch: list[Delivery]
+        self, remote: _Remote, kind: type[Body], fields: Fields, parts: list[Any], batch: list[Arrival]
     ) -> None:
         """What one peer sent together: each message is taken as if it had come alone."""
         number, count, _, _, last, _ = fields
@@ -342,11 +349,16 @@ class Router:
         first, channel, peer = last - count + 1, remote.session.channel, parts[0]
         if first < 1:
             raise ProtocolError(f"a burst of {count} messages that ends with message {last}")
+        self._burst_messages += count
+        lazy = number in self._lazy
+        if lazy and first == channel.received + 1 and channel.accept_run(sizes):
+            batch.append(DeliveryRun(peer, number, last, sizes, metas, frames))
+            return
         found = [
             Delivery(peer, kind, fields, number, sequence, size, meta, arrays)
             for sequence, size, meta, arrays in zip(range(first, last + 1), sizes, metas, frames, strict=True)
         ]
-        if number not in self._lazy:
+        if not lazy:
             for delivery in found:
                 _ = delivery.body
         if first == channel.received + 1 and channel.accept_run(sizes):

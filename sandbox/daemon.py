@@ -12,7 +12,7 @@ import time
 
 from temper.common import metrics
 from temper.common.domains import content_digest
-from temper.common.errors import ProtocolError
+from temper.common.errors import ProtocolError, TemperError
 from temper.common.log import log
 from temper.common.peer import Peer
 from temper.common.peer_daemon import PeerDaemon
@@ -20,6 +20,11 @@ from temper.common.schema import Holding, Job, JobCancel, JobDone, SandboxJob, V
 from temper.sandbox import verdicts
 from temper.sandbox.jail import Host
 from temper.sandbox.worker import Worker
+
+UNJAILED_ALLOWED = 5
+"""Jobs in a row that no jail could be had for before the worker ends: a new one, with a folder and groups of its own, may do
+better, and a run whose workers all end so says why."""
+FLUSH_S = 5.0
 
 
 def read_job(frames: list[memoryview]) -> SandboxJob | Verdict:
@@ -123,6 +128,9 @@ class SandboxDaemon(PeerDaemon):
         wall_s = time.monotonic() - started
         self._count(verdict, wall_s)
         await self.peer.send(JobDone(job.job_id, verdict.outcome, wall_s), pack_frames(verdict))
+        if self._worker is not None and self._worker.unjailed >= UNJAILED_ALLOWED:
+            await self.peer.flush(FLUSH_S)
+            self.fail(TemperError(f"no jail for {self._worker.unjailed} jobs in a row, the last: {verdict.detail}"))
         if isinstance(request, SandboxJob) and verdict.outcome != "infra" and sampled(request, self.host.rerun_share):
             self.spawn(self._run_again(request, verdict), f"second run of {job.job_id}")
 

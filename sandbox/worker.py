@@ -43,6 +43,7 @@ class Worker:
         self._slots = asyncio.Semaphore(slots)
         self._cells = self._counted = 0
         self.running: set[Cell] = set()
+        self.unjailed = 0  # jobs in a row that no jail could be had for
         self.began = asyncio.Event()  # some job has begun to run
         self.on_test: Callable[[], None] = lambda: None  # some test of some job has ended
         self._pools: dict[tuple[str, str], Pool] = {}
@@ -80,10 +81,12 @@ class Worker:
             return verdicts.infra(problem)
         async with self._slots:
             try:
-                if job.session_id is not None:
-                    return await self.sessions.run(job)
-                return await self._in_jails(job)
+                run = self.sessions.run if job.session_id is not None else self._in_jails
+                verdict = await run(job)
+                self.unjailed = 0
+                return verdict
             except (JailFailed, OSError) as error:
+                self.unjailed += 1
                 if self.attempts > 1:
                     log(f"job {job.job_id}: {error}")
                 return verdicts.infra(str(error))

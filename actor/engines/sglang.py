@@ -96,8 +96,9 @@ class SglangEngine:
 
     async def close(self) -> None:
         """See `base.Engine.close`."""
-        self._requests.close()
-        await self.fleet.close(self._requests.prefix)
+        self.fleet.closing = True
+        await self._requests.close()
+        await self.fleet.close()
 
     async def generate(self, request: GenerateRequest, cancel: Cancel | None = None) -> Generation:
         """See `base.Engine.generate`. What a server aborted by itself goes on within the remaining budget.
@@ -160,7 +161,8 @@ class SglangEngine:
             made = made.followed_by(answer)
             self.counts.sampled_tokens += len(answer.ids)
             self.counts.retractions += answer.retractions
-            if answer.finish_reason != "abort" or (cancel is not None and cancel.is_set) or len(made.ids) >= budget:
+            ended = fleet.closing or (cancel is not None and cancel.is_set) or len(made.ids) >= budget
+            if ended or answer.finish_reason != "abort":
                 return made.generation(budget)
             problem = "the server aborted it"
             failures += len(made.ids) == before  # one that gets on is not failing

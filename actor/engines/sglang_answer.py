@@ -82,7 +82,7 @@ def parse(body: Any, params: SamplingParams, before: int = 0) -> Answer:
     try:
         ids = [int(token) for token in body["output_ids"]]
         meta = body["meta_info"]
-        reason = str(meta["finish_reason"]["type"])
+        reason, matched = str(meta["finish_reason"]["type"]), meta["finish_reason"].get("matched")
         entries = meta["output_token_logprobs"][: len(ids)] if reason == "abort" else meta["output_token_logprobs"]
         pairs = [(float(value), int(token)) for value, token, *_ in entries]
         spans = meta["weight_versions"] if ids else []
@@ -99,6 +99,10 @@ def parse(body: Any, params: SamplingParams, before: int = 0) -> Answer:
         raise EngineError(f"sglang: {len(pairs)} log-probabilities that do not belong to the {len(ids)} tokens")
     if sum(count for _, _, count in runs) != len(ids):
         raise EngineError(f"sglang: version spans {runs} do not cover {len(ids)} tokens")
+    if reason == "stop" and matched not in params.stop_token_ids:
+        if not ids or matched != ids[-1]:
+            raise EngineError(f"sglang: it stopped at {matched!r}, which is no token of the answer")
+        reason = "abort"  # an end that its model's config names and the request does not: it goes on
     logprobs = [value for value, _ in pairs]
     if params.truncates and ids:
         if mask is None or processed is None or len(mask) != len(ids) or len(processed) != len(ids):

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from temper.common.delta import StagedUpdate
 
 PUSHES = 5  # of one update, while servers die under it
-CLOSE_ABORT_S = 1.0
 ABORT_S = 10.0
 REMEMBERED = 4096  # pushes whose weights were found right: more than a request lives through
 DRAIN_S = 600.0
@@ -83,7 +82,7 @@ class Fleet:
         self._updating = asyncio.Lock()
         self._news = asyncio.Event()  # a server went, came, or was found alive
         self._keepers: list[asyncio.Task[None]] = []
-        self._closing = False
+        self.closing = False
         self.gap_nats = 0.0  # of the last probe
         self.counts = Counts()
         self.failure: BaseException | None = None
@@ -105,13 +104,9 @@ class Fleet:
             work = server.keep(partial(self._lost, server), partial(self._returned, server))
             self._keepers.append(asyncio.create_task(work, name=f"keeper of {server.place.url}"))
 
-    async def close(self, prefix: str) -> None:
-        """Abort the requests whose ids begin with `prefix`, end the servers that are ours."""
-        self._closing = True
-        for server in self.servers:
-            if server.up:
-                with contextlib.suppress(EngineError):
-                    await server.client.post("/abort_request", {"rid": prefix}, timeout_s=CLOSE_ABORT_S)
+    async def close(self) -> None:
+        """End the servers that are ours."""
+        self.closing = True
         for task in self._keepers:
             task.cancel()
         if self.router is not None:
@@ -126,7 +121,7 @@ class Fleet:
         """EngineError if nothing can be served any more."""
         if self.failure is not None:
             raise EngineError(f"the engine has failed: {type(self.failure).__name__}: {self.failure}")
-        if self._closing:
+        if self.closing:
             raise EngineError("the engine is closed")
 
     # ------------------------------------------------------------ weights

@@ -19,6 +19,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from temper.actor.engines.sglang_host import ServerShape, SglangHost
 from temper.common.errors import EnvironmentFault
@@ -48,8 +49,8 @@ class ServerProcess:
         self._folder = Path(tempfile.mkdtemp(prefix="temper-sglang-"))
         self._model = self._folder / "model"
         self._model.mkdir()
-        for name, data in files.items():
-            (self._model / name).write_bytes(longer(data, self.context_tokens) if name == "config.json" else data)
+        for name, data in served_files(files, self.context_tokens).items():
+            (self._model / name).write_bytes(data)
         folder = Path(host.log_dir or os.environ.get("TEMPER_LOG_DIR") or self._folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / (f"sglang-{os.getpid()}-{number}.log" if number else f"sglang-{os.getpid()}.log")
@@ -205,12 +206,15 @@ class RunningServer:
         """It is not ours."""
 
 
-def longer(config: bytes, tokens: int) -> bytes:
-    """A model's config.json with positions for `tokens` at least: what is only reserved is never computed."""
-    found = json.loads(config)
-    if isinstance(found, dict) and isinstance(limit := found.get("max_position_embeddings"), int) and limit < tokens:
-        return json.dumps(found | {"max_position_embeddings": tokens}).encode()
-    return config
+def served_files(files: Mapping[str, bytes], tokens: int) -> dict[str, bytes]:
+    """A model bundle as a server gets it: positions for `tokens` at least (what is only reserved is never computed), and no
+    end of its own, in config.json or generation_config.json: requests name what ends them."""
+    found: Any = json.loads(files["config.json"])
+    found |= {"eos_token_id": None}
+    if isinstance(limit := found.get("max_position_embeddings"), int) and limit < tokens:
+        found["max_position_embeddings"] = tokens
+    kept = {name: data for name, data in files.items() if name != "generation_config.json"}
+    return kept | {"config.json": json.dumps(found).encode()}
 
 
 def free_port() -> int:

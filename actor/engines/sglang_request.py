@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from temper.actor.engines.base import Cancel, SamplingParams
@@ -18,6 +18,7 @@ SUPPORT_LIMIT = 4096  # ids of a truncated distribution that a server names (its
 TIES = 64  # room for ids that tie at the edge
 ABORT_EVERY_S = 0.2
 ABORTS = 50
+CLOSE_ABORT_S = 1.0
 
 
 class Requests:
@@ -30,11 +31,7 @@ class Requests:
         self._prefix = f"temper-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
-
-    @property
-    def prefix(self) -> str:
-        """What all ids begin with: aborting this aborts all of this engine's requests, and nobody else's."""
-        return self._prefix
+        self._under_way: dict[str, Callable[[], None]] = {}  # how to abort each
 
     async def ask(
         self,
@@ -59,6 +56,7 @@ class Requests:
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 
+        self._under_way[rid] = abort
         if cancel is not None:
             cancel.attach(abort)
         try:
@@ -70,11 +68,16 @@ class Requests:
             raise
         finally:
             done.set()
+            del self._under_way[rid]
             if cancel is not None:
                 cancel.detach(abort)
 
-    def close(self) -> None:
-        """Stop sending aborts."""
+    async def close(self) -> None:
+        """Abort what is under way, and give the servers a moment to answer with what there is of it."""
+        for abort in list(self._under_way.values()):
+            abort()
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=CLOSE_ABORT_S)
         for task in self._aborts:
             task.cancel()
 
