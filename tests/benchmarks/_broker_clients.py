@@ -9,6 +9,7 @@ for the socket leave joined, as ``session`` joins them.
 from __future__ import annotations
 
 import os
+import select
 import sys
 import time
 from collections import deque
@@ -210,6 +211,54 @@ def actors(folder: str, peers: int, slots: int, nbytes: int, together: int) -> N
             line.beat()
 
 
+def timed(folder: str, peers: int, slots: int, nbytes: int, rate: float, messages: int, report: Any) -> None:
+    """`peers` actors that send, one sample a message, what is due at `rate` a second (what is due together leaves joined), and
+    how long each of `messages` took to be acknowledged."""
+    payload = Payload(nbytes)
+    lines = [Line(folder, "actor", f"actor-{i}", slots) for i in range(peers)]
+    descriptors = [line.socket.getsockopt(zmq.FD) for line in lines]
+    waiting: deque[tuple[Line, Lease, int]] = deque()
+    under_way: dict[Line, deque[tuple[int, int]]] = {line: deque() for line in lines}
+    size = sum(map(len, payload.frames)) + 256
+    took: list[int] = []
+    begun, number = 0.0, 0
+    while len(took) < messages:
+        for line in lines:
+            touches = []
+            while (message := line.take(block=False)) is not None:
+                if message[0] == Lease.KIND:
+                    lease = unpack_meta(message[1], Lease)
+                    touches.append((pack_meta(Touch(lease.lease_id, lease.attempt)), ()))
+                    waiting += [(line, lease, index) for index in lease.indices]
+            now, sent = time.monotonic_ns(), under_way[line]
+            while sent and sent[0][0] <= line.acked:
+                took.append(now - sent.popleft()[1])
+            line.send_joined(Touch.KIND, touches)
+            line.beat()
+        begun = begun or (time.perf_counter() if waiting else 0.0)
+        due = int((time.perf_counter() - begun) * rate) - number
+        if due <= 0 or not waiting:  # every socket was read to its end, so that its descriptor tells of what comes next
+            select.select(descriptors, [], [], 1 / rate)
+            continue
+        ready: dict[Line, list[tuple[bytes, Sequence[Any]]]] = {}
+        for _ in range(min(due, len(waiting), MESSAGES_A_TURN)):
+            line, lease, index = waiting[0]
+            batch = ready.setdefault(line, [])
+            if not line.room(len(batch) + 1, (len(batch) + 1) * size):
+                break
+            waiting.popleft()
+            batch.append((payload.meta(lease, [index]), payload.frames))
+        now = time.monotonic_ns()
+        for line, batch in ready.items():
+            line.send_joined(Samples.KIND, batch)
+            under_way[line] += [(line.sent - len(batch) + 1 + i, now) for i in range(len(batch))]
+            number += len(batch)
+    took = sorted(took[messages // 10 :])
+    seconds = time.perf_counter() - begun
+    report(f"{number / seconds} {took[len(took) // 2] / 1000} {took[len(took) * 99 // 100] / 1000}")
+    sys.stdin.readline()
+
+
 def learner(folder: str, samples: int, report: Any) -> None:
     """Takes groups until `samples` have come after a tenth of them; tells when it begins and ends to count."""
     line = Line(folder, "learner", "learner", 0)
@@ -271,6 +320,10 @@ if __name__ == "__main__":
     role, folder, *rest = sys.argv[1:]
     if role == "actors":
         actors(folder, *map(int, rest))
+    elif role == "timed":
+        peers, slots, nbytes, rate, messages = rest
+        to_parent = lambda text: print(text, flush=True)  # noqa: E731
+        timed(folder, int(peers), int(slots), int(nbytes), float(rate), int(messages), to_parent)
     elif role == "stopped":
         stopped(folder)
     else:

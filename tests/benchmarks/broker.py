@@ -56,7 +56,7 @@ async def pump(folder: str, messages: int) -> dict[str, float]:
     import asyncio
 
     from temper.common.process import settle_garbage
-    from temper.common.pump import Delivery, Router
+    from temper.common.pump import Arrival, DeliveryRun, Router
 
     over = asyncio.get_running_loop().create_future()
     consumer = b""
@@ -69,22 +69,28 @@ async def pump(folder: str, messages: int) -> dict[str, float]:
             consumer = peer
         return Welcome("bench", "{}", 0, 1.0)
 
-    def on_batch(deliveries: list[Delivery]) -> None:
+    def on_batch(deliveries: list[Arrival]) -> None:
         nonlocal count, begun
         if count == 0:
             begun = (time.process_time(), time.perf_counter())
         last: dict[bytes, int] = {}
         for d in deliveries:
-            router.forward(consumer, d.kind, d.raw_meta, d.frames)
             last[d.peer] = d.sequence
+            if isinstance(d, DeliveryRun):
+                for meta, frames in zip(d.metas, d.frames, strict=True):
+                    router.forward(consumer, d.kind, meta, frames)
+                count += len(d.sizes)
+            else:
+                router.forward(consumer, d.kind, d.raw_meta, d.frames)
+                count += 1
         room = router.backlog(consumer)[0] == 0
         for peer, sequence in last.items():
             if not room:  # the consumer has stopped: so do the producers
-                sizes = [d.size for d in deliveries if d.peer == peer]
+                own = [d for d in deliveries if d.peer == peer]
+                sizes = [n for d in own for n in (d.sizes if isinstance(d, DeliveryRun) else [d.size])]
                 number, size = held.get(peer, (0, 0))
                 held[peer] = (number + len(sizes), size + sum(sizes))
             router.acknowledge(peer, sequence, release=room)
-        count += len(deliveries)
         if count >= messages and not over.done():
             over.set_result((time.process_time() - begun[0], time.perf_counter() - begun[1]))
 

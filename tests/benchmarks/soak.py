@@ -350,8 +350,12 @@ async def soak(folder: Path, kills: int, seed: int, least_groups: int = 2, minut
                 serving.append(time.perf_counter() - begun)
             if learner.faults:
                 break
-        async with asyncio.timeout(120.0):  # it still works after all that
-            await learner.steps(3)
+        try:
+            async with asyncio.timeout(120.0):  # it still works after all that
+                await learner.steps(3)
+        except TimeoutError:
+            said = (folder / "broker.log").read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"no three steps within 120 s after {rounds} rounds; {learner.faults}: {said}") from None
         await learner.peer.send(schema.RunOver("soak over", 0))
         await learner.peer.close("soak over", 0)
         assert cast.broker is not None

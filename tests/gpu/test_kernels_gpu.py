@@ -1,6 +1,6 @@
 """The kernels on a real GPU: equal to torch's paths, deterministic, wide offsets, workspace within its bounds.
 
-Skipped where there is no GPU; nothing here was run on one yet unless the README names the card.
+Skipped where there is no GPU; nothing here was run on one yet unless kernels/README.md names the card.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import pytest
 from temper.common.config import Recipe
 from temper.common.keys import BrokerKeys, PeerKeys
 from temper.common.peer import Peer, new_session
-from temper.common.pump import Delivery, Router
+from temper.common.pump import Delivery, DeliveryRun, Router
 from temper.common.schema import Body, Goodbye, Heartbeat, Hello, Lease, Refused, Welcome
 
 DEADLINE_S = 60.0
@@ -31,6 +31,7 @@ class Broker:
 
     def __init__(self, address: str, keys: BrokerKeys | None = None, **options: Any) -> None:
         self.got: list[Delivery] = []
+        self.runs: list[DeliveryRun] = []
         self.beats: list[Delivery] = []
         self.closed: list[tuple[bytes, str]] = []
         self.greeted: list[bytes] = []
@@ -55,8 +56,12 @@ class Broker:
         self.closed.append((peer, reason))
         self._changed.set()
 
-    def _batch(self, deliveries: list[Delivery]) -> None:
+    def _batch(self, deliveries: list[Delivery | DeliveryRun]) -> None:
         for d in deliveries:
+            if isinstance(d, DeliveryRun):
+                self.runs.append(d)
+                self.control.acknowledge(d.peer, d.sequence)
+                continue
             (self.beats if d.type is Heartbeat else self.got).append(d)
             if d.sequence and not self.hold:
                 self.acknowledge(d)

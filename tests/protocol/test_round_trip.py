@@ -11,6 +11,7 @@ import pytest
 from temper.common import keys
 from temper.common.errors import PeerLost, ProtocolError
 from temper.common.schema import Chunk, Drain, Fetch, Heartbeat, Lease, Samples, Touch, Version, Welcome
+from temper.common.session import decode
 
 MEBIBYTE = 1024 * 1024
 
@@ -301,3 +302,59 @@ def test_a_recipe_with_hundreds_of_domains_arrives(kit: Any) -> None:
         broker.close()
 
     asyncio.run(large())
+
+
+def test_samples_that_came_together_are_handed_on_together(kit: Any) -> None:
+    async def together() -> None:
+        broker = kit.Broker(kit.address, lazy=frozenset({Samples.KIND}))
+        peer = kit.peer()
+        await peer.open(10)
+        sent = [(Samples(number, 1, 7, [], []), os.urandom(number % 3 * 100)) for number in range(300)]
+        for body, payload in sent:
+            peer.post(body, [payload] if payload else [])
+        peer.post(Touch(1, 1))
+        await peer.flush(10)
+        assert sum(len(run.metas) for run in broker.runs) == 300 and len(broker.runs) < 10
+        metas = [meta for run in broker.runs for meta in run.metas]
+        frames = [frame for run in broker.runs for frame in run.frames]
+        assert [(decode(Samples, meta), b"".join(parts)) for meta, parts in zip(metas, frames, strict=True)] == sent
+        assert [run.sequence for run in broker.runs][-1] == 300 and broker.bodies(Touch) == [Touch(1, 1)]
+        await peer.close("done", 0)
+        broker.close()
+
+    asyncio.run(together())
+
+
+def test_what_has_nothing_to_do_is_woken_by_messages_alone(kit: Any) -> None:
+    """Heartbeats pass both ways: a Router looks at its sockets a few times for each, and not once more."""
+
+    async def idle() -> None:
+        broker = kit.Broker(kit.address)
+        looks = {"messages": 0, "nothing": 0, "looked": 0}
+        links = (broker.control._link, broker.bulk._link)
+        peers = [kit.peer() for _ in range(4)]
+        for peer in peers:
+            await peer.open(10)
+        for link in links:
+            receive = link.receive
+
+            def counted(receive: Any = receive) -> Any:
+                parts = receive()
+                looks["messages" if parts is not None else "nothing"] += 1
+                return parts
+
+            def looked(looked: Any = link._looked) -> None:
+                looks["looked"] += 1
+                looked()
+
+            link.receive, link._looked = counted, looked  # type: ignore[method-assign]
+        beats = len(broker.beats)
+        await broker.until(lambda: len(broker.beats) >= beats + 4 * 4)
+        assert looks["messages"] >= 4 * 4
+        assert looks["nothing"] <= 2 * looks["messages"], looks  # a turn ends when it finds nothing
+        assert looks["looked"] <= 2 * looks["messages"] + 16, looks  # after a turn, and after the beats of a tick
+        for peer in peers:
+            await peer.close("done", 0)
+        broker.close()
+
+    asyncio.run(idle())

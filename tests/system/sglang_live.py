@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ from transformers import DynamicCache
 T = TypeVar("T")
 LENGTH = 256
 ROWS = 16
+SLOW_S = 0.05
+FLAGS = ("--load-snapshot-publish-interval", "1")  # what `running` reads is of the last step
 LINEAGE = 5
 CHANGED = ("0.self_attn.k_proj.weight", "1.mlp.up_proj.weight", "1.mlp.experts.gate_up_proj", "model.norm.weight")
 
@@ -50,13 +53,15 @@ class Live:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="sglang tests", daemon=True)
         self._thread.start()
-        self.host = completed(SglangHost(environment={"OMP_NUM_THREADS": "1"}, log_dir=str(folder), **host))
+        self.host = completed(
+            SglangHost(environment={"OMP_NUM_THREADS": "1"}, log_dir=str(folder), flags=FLAGS, **host)
+        )
         self.engine = self.run(self._make(self.host), 700)
         self.held: Weights | None = None
         self.ordinal = -1
         self.run(self.publish())
 
-    def run(self, work: Coroutine[Any, Any, T], limit_s: float = 120.0) -> T:
+    def run(self, work: Coroutine[Any, Any, T], limit_s: float = 400.0) -> T:
         """The result of `work`, run on the engine's loop."""
         return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, limit_s), self.loop).result(limit_s + 5)
 
@@ -69,6 +74,29 @@ class Live:
             await engine.close()
             raise
         return engine
+
+    async def running(self, rows: int) -> None:
+        """Wait until the server says that it samples that many rows."""
+        client, found = self.engine.fleet.servers[0].client, None
+        while found != rows:
+            found = (await client.get("/v1/loads"))["loads"][0]["num_running_reqs"]
+
+    @contextlib.asynccontextmanager
+    async def under_way(
+        self, requests: Sequence[GenerateRequest], engine: SglangEngine | None = None, *, killed: bool = False
+    ) -> AsyncIterator[list[asyncio.Task[Generation]]]:
+        """The requests, each with its first tokens sampled and, since the server is slowed down meanwhile, far from its
+        last. `killed`: by then the server is another one."""
+        client = self.engine.fleet.servers[0].client
+        await self.running(0)
+        await client.post("/slow_down", {"forward_sleep_time": SLOW_S})
+        try:
+            running = [asyncio.create_task((engine or self.engine).generate(each)) for each in requests]
+            await self.running(len(running))
+            yield running
+        finally:
+            if not killed:
+                await client.post("/slow_down", {"forward_sleep_time": None})
 
     async def attached(self, *, recompute: bool = False, **host: Any) -> SglangEngine:
         """Another engine on the same server."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from temper.common.schema import (
     pack_frames,
     unpack_frames,
 )
+from temper.sandbox.daemon import UNJAILED_ALLOWED
 from temper.sandbox.state import default_base
 
 pytestmark = pytest.mark.system
@@ -147,6 +149,23 @@ def test_a_cancelled_job_dies_and_a_broken_one_is_infra(tmp_path: Path) -> None:
         assert {job_id: verdict.outcome for job_id, verdict in found.items()} == {"broken": "infra", "next": "ok"}
 
     with_daemon(tmp_path, story, "--slots", "1")
+
+
+def test_a_worker_that_can_jail_nothing_any_more_says_so_and_ends(tmp_path: Path) -> None:
+    """Its folder removed by somebody who swept /run -> every job is infra with the reason, and a restart can mend it."""
+
+    async def story(broker: Broker, peer: bytes, process: subprocess.Popen[str]) -> None:
+        (folder,) = folders_of(process.pid)
+        shutil.rmtree(folder)
+        for number in range(UNJAILED_ALLOWED):
+            assert process.poll() is None
+            broker.hand_out(peer, f"j{number}", "print(1)", [])
+            verdict = (await broker.verdicts.get())[1]
+            assert verdict.outcome == "infra" and verdict.detail
+        assert (await broker.goodbyes.get()).exit_code == 1
+        assert await asyncio.to_thread(process.wait) == 1, "one that the supervisor restarts"
+
+    assert f"no jail for {UNJAILED_ALLOWED} jobs in a row, the last: " in with_daemon(tmp_path, story, "--slots", "1")
 
 
 def folders_of(pid: int) -> list[Path]:

@@ -21,6 +21,8 @@ import psutil
 import pytest
 import torch
 from temper.actor.engines.base import Cancel
+from temper.actor.engines.sglang_answer import Answer
+from temper.actor.engines.sglang_request import body_of
 from temper.actor.engines.sglang_weights import packed
 from temper.cli.check import main as check_main
 from temper.common import recipe as recipes
@@ -142,10 +144,10 @@ def test_log_probabilities_are_those_of_the_distribution_sampled(live: Live) -> 
             if params.get("want_support"):
                 assert made.support is not None and min(map(len, made.support)) < live.vocabulary
         greedy = await engine.generate(ask(temperature=0.0))
+        assert greedy.finish_reason == "length" and len(greedy.ids) == 12
         stop = greedy.ids[1]
         stopped = await engine.generate(ask(temperature=0.0, stop_token_ids=(stop,)))
         assert stopped.finish_reason == "stop" and stopped.ids == greedy.ids[: greedy.ids.index(stop) + 1]
-        assert greedy.finish_reason == "length" or greedy.ids[-1] == 0
 
     live.run(scenario())
 
@@ -155,18 +157,17 @@ def test_updates_in_flight_keep_the_log_probabilities_right(live: Live) -> None:
         engine, model = live.engine, live.model
         for _ in range(3):
             requests = [ask(max_new_tokens=150, seed=seed) for seed in range(6)]
-            running = [asyncio.ensure_future(engine.generate(each)) for each in requests]
-            await engine.generate(ask(max_new_tokens=3))  # the others are under way
-            before, old = copy.deepcopy(model), live.ordinal
-            live.change()
-            update = await live.publish()
+            async with live.under_way(requests) as running:
+                before, old = copy.deepcopy(model), live.ordinal
+                live.change()
+                update = await live.publish()
             assert 3 <= len(update.changed) < len(live.held.tensors)
             fresh = await asyncio.gather(*(engine.generate(ask(seed=seed)) for seed in range(4)))
             assert all(one.version_runs == [(LINEAGE, old + 1, len(one.ids))] for one in fresh)
             assert max(gap(model, ask(), one) for one in fresh) < CLOSE
             for each, one in zip(requests, await asyncio.gather(*running), strict=True):
-                lineage, first, _ = one.version_runs[0]
-                assert (lineage, first) == (LINEAGE, old)
+                assert [run[:2] for run in one.version_runs] == [(LINEAGE, old), (LINEAGE, old + 1)]
+                assert len(one.ids) == 150
                 assert replay({old: before, old + 1: model}, each, one) < CLOSE  # every token, over the kept cache
         assert engine.fleet.gap_nats < CLOSE
 
@@ -189,21 +190,55 @@ def test_a_new_request_meets_no_keys_of_old_weights(live: Live) -> None:
 
 
 @llama_only
-def test_an_abort_keeps_what_there_was_and_another_one_goes_on(live: Live) -> None:
+def test_an_abort_keeps_what_there_was_and_another_one_goes_on(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def scenario() -> None:
         engine, client = live.engine, live.engine.fleet.servers[0].client
-        cancel, request = Cancel(), ask(max_new_tokens=200, temperature=1.5)
-        mine = asyncio.ensure_future(engine.generate(request, cancel))
-        other = asyncio.ensure_future(engine.generate(request))
-        await engine.generate(ask(max_new_tokens=3))
-        cancel.set()
-        aborted = await mine
-        assert aborted.finish_reason in ("abort", "stop") and gap(live.model, request, aborted) < CLOSE
-        await client.post("/abort_request", {"rid": engine._requests.prefix})  # nobody here asked for that
+        cancel, request, answers = Cancel(), ask(max_new_tokens=200, temperature=1.5), []
+        sends = engine._requests.ask
+
+        async def noted(*arguments: Any, **named: Any) -> Answer:
+            answers.append(await sends(*arguments, **named))
+            return answers[-1]
+
+        monkeypatch.setattr(engine._requests, "ask", noted)
+        async with live.under_way([request]) as (other,):
+            mine = asyncio.create_task(engine.generate(request, cancel))
+            await live.running(2)
+            cancel.set()
+            aborted = await mine
+            assert aborted.finish_reason == "abort" and 0 < len(aborted.ids) < 200
+            assert gap(live.model, request, aborted) < CLOSE
+            answers.clear()
+            await client.post("/abort_request", {"abort_all": True})  # nobody here asked for that
         whole = await other
-        assert whole.finish_reason == "stop" or len(whole.ids) == 200
+        assert [answer.finish_reason for answer in answers] == ["abort", "length"] and answers[0].ids
+        assert whole.finish_reason == "length" and len(whole.ids) == 200
         assert gap(live.model, request, whole) < CLOSE
+
+    live.run(scenario())
+
+
+@llama_only
+def test_a_closed_engine_leaves_nothing_running_and_returns_what_there_was(live: Live) -> None:
+    async def scenario() -> None:
+        engine = await live.attached()
+        await engine.apply(live.update(whole=True))
+        requests, client = (
+            [ask(max_new_tokens=200, seed=seed) for seed in range(2)],
+            live.engine.fleet.servers[0].client,
+        )
+        async with live.under_way(requests, engine) as running:
+            foreign = body_of("foreign", requests[0].sampling, requests[0].ids, 200, "foreign")
+            kept = asyncio.create_task(client.post("/generate", foreign))
+            await live.running(3)
+            await engine.close()
+            for request, made in zip(requests, await asyncio.gather(*running), strict=True):
+                assert made.finish_reason == "abort" and 0 < len(made.ids) < 200
+                assert gap(live.model, request, made) < CLOSE
+            await live.running(1)
+        assert len((await kept)["output_ids"]) == 200
+        await live.engine.apply(live.update(whole=True))
 
     live.run(scenario())
 
@@ -220,15 +255,14 @@ def test_other_ways_to_bring_weights(live: Live, way: str, tmp_path: Path) -> No
         try:
             await engine.apply(live.update(whole=True))
             request, before = ask(max_new_tokens=120), copy.deepcopy(live.model)
-            running = asyncio.ensure_future(engine.generate(request))
-            await engine.generate(ask(max_new_tokens=3))
-            live.change()
-            update = live.update()
-            assert await engine.apply(update) == update.digest
+            async with live.under_way([request], engine) as (running,):
+                live.change()
+                update = live.update()
+                assert await engine.apply(update) == update.digest
             made = await engine.generate(ask())
             assert gap(live.model, ask(), made) < CLOSE
             old = await running
-            assert old.version_runs[0][:2] == (LINEAGE, live.ordinal - 1) and old.version_runs[-1][1] <= live.ordinal
+            assert [run[:2] for run in old.version_runs] == [(LINEAGE, live.ordinal - 1), (LINEAGE, live.ordinal)]
             check = recomputed if way == "retract" else replay
             assert check({live.ordinal - 1: before, live.ordinal: live.model}, request, old) < CLOSE
         finally:
@@ -263,18 +297,18 @@ def test_weights_that_are_not_what_they_should_be_are_found(live: Live, monkeypa
         await live.engine.apply(live.update(whole=True))
         assert gap(live.model, ask(), await live.engine.generate(ask())) < CLOSE
         # a commit that the probe refuses: what ran loses what it sampled since, and goes on under the full copy
-        before, request = copy.deepcopy(live.model), ask(max_new_tokens=200)
-        under_way = asyncio.ensure_future(live.engine.generate(request))
-        await live.engine.generate(ask(max_new_tokens=3))
-        live.change()
-        with monkeypatch.context() as patched:
-            patched.setattr(fleet._probe, "limit", -1.0)
-            with pytest.raises(EngineError, match="computes other log-probabilities"):
-                await live.engine.apply(live.update())
+        before, requests = copy.deepcopy(live.model), [ask(max_new_tokens=200, seed=seed) for seed in range(3)]
+        async with live.under_way(requests) as running:
+            live.change()
+            with monkeypatch.context() as patched:
+                patched.setattr(fleet._probe, "limit", -1.0)
+                with pytest.raises(EngineError, match="computes other log-probabilities"):
+                    await live.engine.apply(live.update())
         await live.engine.apply(live.update(whole=True))
-        made = await under_way
-        assert [run[:2] for run in made.version_runs] == [(LINEAGE, live.ordinal - 2), (LINEAGE, live.ordinal)]
-        assert recomputed({live.ordinal - 2: before, live.ordinal: live.model}, request, made) < CLOSE
+        old, new = (LINEAGE, live.ordinal - 2), (LINEAGE, live.ordinal)
+        for each, made in zip(requests, await asyncio.gather(*running), strict=True):
+            assert [run[:2] for run in made.version_runs] == [old, new] and len(made.ids) == 200
+            assert recomputed({old[1]: before, new[1]: live.model}, each, made) < CLOSE
 
     live.run(scenario())
 
@@ -328,17 +362,18 @@ def test_sigkill_of_the_server_mid_generation_loses_nothing(live: Live) -> None:
         live.change()
         await live.publish()
         requests = [ask(max_new_tokens=200, seed=seed, temperature=1.2) for seed in range(4)]
-        under_way = [asyncio.ensure_future(engine.generate(each)) for each in requests]
-        await engine.generate(ask(max_new_tokens=3))
         process = engine.fleet.servers[0].place._process  # type: ignore[union-attr]
         assert process is not None
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        os.kill(max(family, key=lambda each: each.memory_info().rss).pid, signal.SIGKILL)
-        for each, one in zip(requests, await asyncio.gather(*under_way), strict=True):
-            assert one.finish_reason == "stop" or len(one.ids) == 200
+        restarts = engine.counts.restarts
+        async with live.under_way(requests, killed=True) as running:
+            os.kill(max(family, key=lambda each: each.memory_info().rss).pid, signal.SIGKILL)
+            assert not any(each.done() for each in running)
+        for each, one in zip(requests, await asyncio.gather(*running), strict=True):
+            assert one.finish_reason == "length" and len(one.ids) == 200
             assert gap(live.model, each, one) < CLOSE
             assert {ordinal for _, ordinal, _ in one.version_runs} == {live.ordinal}
-        assert engine.counts.restarts == 1
+        assert engine.counts.restarts == restarts + 1
         psutil.wait_procs(family, timeout=10)
         assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 

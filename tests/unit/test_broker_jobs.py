@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from temper.broker import events as ev
 from temper.broker.jobs import DEATHS_ALLOWED, JobBook
 from temper.broker.sessions import SESSIONS_OF_A_PEER
-from temper.common.schema import Job, JobDone
+from temper.common.schema import Hello, Job, JobCancel, JobDone
+
+from tests.unit.test_broker_memory import ACTOR, Desk, delivery
 
 
 def job(name: str, lease: int = 0, domain: str = "code", session: str | None = None) -> Job:
@@ -251,3 +254,20 @@ def test_every_job_is_answered_or_cancelled_exactly_once(steps: list[tuple[str, 
             note(book.done(book.jobs[name].worker, JobDone(name, "ok")))
     assert set(answers) == {f"j{i}" for i in range(submitted)}
     assert set(answers.values()) <= {1}
+
+
+def test_a_job_that_comes_again_with_its_verdict_is_a_job(tmp_path: Path) -> None:
+    """After a resync a requester sends what it may have sent before; the verdict may come in the same turn."""
+    desk, worker = Desk(tmp_path, 1 << 20), b"worker"
+    key = desk.desk.guests.add(worker, Hello("sandbox", "worker", "session"))
+    desk.desk.take(ev.Joined(key, "sandbox", "worker", 1))
+    for number in range(2):
+        desk.say(ACTOR, job("a"), [b"program %d" % number])
+        assert desk.wire.take() == [(worker, job("a"), [b"program %d" % number])]
+        done = delivery(worker, JobDone("a", "ok"), [b"verdict"])
+        desk.desk.on_batch([done, delivery(ACTOR, job("a"), [b"another"])])
+        verdict, again = desk.wire.take()
+        assert verdict == (ACTOR, JobDone("a", "ok"), [b"verdict"]) and again == (worker, job("a"), [b"another"])
+        desk.desk.on_batch([delivery(ACTOR, JobCancel("a")), delivery(worker, JobDone("a", "ok"))])
+        assert [body for _, body, _ in desk.wire.take()] == [JobCancel("a")]
+        assert desk.desk._jobs == {}

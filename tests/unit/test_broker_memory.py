@@ -19,7 +19,7 @@ from temper.common.arrays import pack_arrays
 from temper.common.config import Pacing, Recipe, Run
 from temper.common.delivery import Delivery
 from temper.common.metrics import Meter
-from temper.common.wire import pack_meta
+from temper.common.wire import pack_meta, unpack_meta
 
 MIB = 1024 * 1024
 ACTOR, LEARNER = b"actor", b"learner"
@@ -38,12 +38,25 @@ class Wire:
         self.sent.append((peer, body, frames))
         return True
 
+    def forward(self, peer: bytes, kind: int, meta: bytes, frames: Sequence[Any]) -> None:
+        self.sent.append((peer, unpack_meta(meta, schema.BODIES[kind]), frames))
+
     def acknowledge(self, peer: bytes, sequence: int) -> None:
         self.acknowledged += 1
+
+    def answer(self) -> None:
+        pass
 
     def take(self) -> list[tuple[bytes, schema.Body, Sequence[Any]]]:
         sent, self.sent = self.sent, []
         return sent
+
+
+def delivery(peer: bytes, body: schema.Body, frames: Sequence[Any] = ()) -> Delivery:
+    """A message as it comes."""
+    meta = pack_meta(body)
+    size = len(meta) + sum(len(frame) for frame in frames)
+    return Delivery(peer, type(body), (), body.KIND, 1, size, meta, list(frames))  # type: ignore[arg-type]
 
 
 class Desk:
@@ -73,9 +86,7 @@ class Desk:
         raise error
 
     def say(self, peer: bytes, body: schema.Body, frames: Sequence[Any] = ()) -> None:
-        meta = pack_meta(body)
-        size = len(meta) + sum(len(frame) for frame in frames)
-        self.desk.on_batch([Delivery(peer, type(body), (), body.KIND, 1, size, meta, list(frames))])  # type: ignore[arg-type]
+        self.desk.on_batch([delivery(peer, body, frames)])
 
 
 def sample(lease: schema.Lease, payload_bytes: int) -> tuple[schema.Samples, list[bytes]]:

@@ -271,7 +271,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.one_of(st.integers(2, 40), st.sampled_from(WRONG)), max_size=12))
+@given(st.lists(st.one_of(st.just(6), st.integers(2, 40), st.sampled_from(WRONG)), max_size=16))
 def test_many_messages_at_once_are_judged_as_each_alone(kinds: list[Any]) -> None:
     made = [one(kind) if isinstance(kind, int) else one(6, kind) for kind in kinds]
     messages = [read(*each) for each in made]

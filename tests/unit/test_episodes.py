@@ -70,7 +70,7 @@ class Echo:
 
 class NoSandbox:
     async def run(self, job: SandboxJob) -> Verdict:
-        return Verdict("infra")
+        return Verdict("infra", detail="no jail starts")
 
 
 class Toy(SingleTurn):
@@ -222,9 +222,15 @@ def test_finished_siblings_of_a_failed_sample_are_kept() -> None:
     assert sorted(heard) == sorted(sample.meta.index for sample in result.samples)
 
 
+class Judged(Toy):
+    async def score(self, task: Task, completion: Completion, grader: Grader) -> Score:
+        return Score(None, None, outcome=(await grader.run(SandboxJob("", "python", {}, []))).outcome)
+
+
 def test_infrastructure_is_never_a_reward() -> None:
-    result = run(Toy(lambda task, completion: Score(None, None, outcome="infra")))
+    result = run(Judged())
     assert result.samples == [] and result.cause == "infra"
+    assert "could not judge 'train 0 " in result.error and result.error.endswith(": no jail starts")
 
     def dead(request: GenerateRequest) -> Generation:
         raise EngineError("gone")
@@ -365,7 +371,7 @@ def test_a_domain_whose_own_answer_fails_is_refused() -> None:
     with pytest.raises(DomainRefused, match="odd task"):
         check(Toy(raising))
     with pytest.raises(episodes.Failed):
-        check(Toy(lambda task, completion: Score(None, None, outcome="infra")))
+        check(Judged())
 
 
 def test_domains_are_loaded_only_from_allowed_modules() -> None:

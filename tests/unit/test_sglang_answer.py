@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from temper.actor.engines.base import EngineCaps, SamplingParams
 from temper.actor.engines.factory import check_caps, chosen
 from temper.actor.engines.sglang_answer import Answer, parse
 from temper.actor.engines.sglang_host import ServerShape, SglangHost
-from temper.actor.engines.sglang_process import CPU_SHIMS, ServerProcess
+from temper.actor.engines.sglang_process import CPU_SHIMS, ServerProcess, served_files
 from temper.actor.engines.sglang_request import SUPPORT_LIMIT, TIES, Requests, body_of
 from temper.actor.engines.sglang_weights import BUCKET_BYTES, Mirror
 from temper.common.bits import TensorBits, seal
@@ -57,6 +58,11 @@ def test_a_complete_answer() -> None:
         (lambda b: b.pop("output_ids"), PLAIN, "KeyError 'output_ids'"),
         (lambda b: b["meta_info"].update(finish_reason=None), PLAIN, "TypeError"),
         (lambda b: b["meta_info"].update(finish_reason={"type": "lost"}), PLAIN, "finish reason 'lost'"),
+        (
+            lambda b: b["meta_info"].update(finish_reason={"type": "stop", "matched": "NaN happened"}),
+            PLAIN,
+            "stopped at 'NaN happened'",
+        ),
         (lambda b: b["meta_info"]["output_token_logprobs"].pop(), PLAIN, "2 log-probabilities"),
         (lambda b: b["meta_info"]["output_token_logprobs"][1].__setitem__(1, 9), PLAIN, "do not belong"),
         (lambda b: b["meta_info"]["output_token_logprobs"][1].__setitem__(0, None), PLAIN, "TypeError"),
@@ -77,6 +83,22 @@ def test_an_incomplete_answer_is_an_error(
     """Fewer log-probs than tokens, no mask for a truncated distribution, ... -> rejected with a reason."""
     with pytest.raises(EngineError, match=named):
         parse(changed(change), params)
+
+
+def test_only_a_stop_token_of_the_request_ends_a_row() -> None:
+    body = changed(lambda b: b["meta_info"].update(finish_reason={"type": "stop", "matched": 58}))
+    assert parse(body, SamplingParams(stop_token_ids=(9, 58))).finish_reason == "stop"
+    own = parse(body, SamplingParams(stop_token_ids=(9,)))  # an end of the server's model: the row goes on
+    assert own.finish_reason == "abort" and own.ids == [21, 37, 58]
+
+
+def test_a_server_is_told_of_no_end_and_of_positions_enough() -> None:
+    config = {"eos_token_id": [2, 3], "max_position_embeddings": 64, "vocab_size": 9}
+    files = {"config.json": json.dumps(config).encode(), "generation_config.json": b'{"eos_token_id": 4}', "a": b"x"}
+    served = served_files(files, 80)
+    assert served.keys() == {"config.json", "a"} and served["a"] == b"x"
+    assert json.loads(served["config.json"]) == config | {"eos_token_id": None, "max_position_embeddings": 80}
+    assert json.loads(served_files(files, 50)["config.json"])["max_position_embeddings"] == 64
 
 
 def test_a_continued_answer_joins_runs_and_keeps_its_support() -> None:
