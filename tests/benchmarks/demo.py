@@ -1,7 +1,8 @@
 """The demo over fresh seeds, and what its daemons cost: steady samples/s beside the bare in-process loop and TRL.
 
-``bin/bench demo [--seeds 5] [--steps 150]``. Accuracy comes from whole `temper demo` runs. Speed is measured on the rule domain
-alone (TRL has no sandbox): the same micro model, 16 prompts x 16 samples of at most 4 tokens, all three in one run.
+``bin/bench demo [--seeds 5] [--steps 150] [--staleness S]``. Accuracy comes from whole `temper demo` runs, S steps off policy.
+Speed is measured on the rule domain alone (TRL has no sandbox): the same micro model, 16 prompts x 16 samples of at most 4
+tokens, all three in one run.
 """
 
 from __future__ import annotations
@@ -132,21 +133,39 @@ def trl(recipe: Recipe, folder: Path, steps: int) -> dict[str, Any]:
     return figures
 
 
+def staleness(steps: int, recipe: Recipe) -> list[str]:
+    """Overrides for samples that are old: as many groups are sampled at once as may be ahead of the learner."""
+    groups = (steps + 1) * recipe.pacing.groups_per_step
+    rows = groups * recipe.pacing.samples_per_group
+    return [f"--pacing.max_staleness={steps}", f"--engine.leases_in_flight={groups}", f"--engine.max_rows={rows}"]
+
+
 def main(argv: list[str]) -> dict[str, Any]:
     """Rows and goals."""
     parser = argparse.ArgumentParser(prog="bin/bench demo", allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=5, help="whole demo runs, each with a seed of its own")
     parser.add_argument("--steps", type=int, default=150, help="steps of the speed comparison")
+    parser.add_argument(
+        "--staleness", type=int, help="steps that the demo's samples may be behind; the recipe's if left out"
+    )
     arguments = parser.parse_args(argv)
+    stale = [] if arguments.staleness is None else staleness(arguments.staleness, recipes.load("demo"))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for seed in range(arguments.seeds):
-            summary = run_temper("demo", folder / f"demo-{seed}", f"--run.seed={100 + seed}")
+            summary = run_temper("demo", folder / f"demo-{seed}", f"--run.seed={100 + seed}", *stale)
             domains = {f"{key}_after": round(value["accuracy_after"], 3) for key, value in summary["domains"].items()}
             before = {f"{key}_before": round(value["accuracy_before"], 3) for key, value in summary["domains"].items()}
             rows.append(
-                {"what": "demo", "seed": 100 + seed, **before, **domains, "wall_s": round(summary["wall_s"], 1)}
+                {
+                    "what": "demo",
+                    "seed": 100 + seed,
+                    **before,
+                    **domains,
+                    "lag_mean": round(summary["lag_mean"], 2),
+                    "wall_s": round(summary["wall_s"], 1),
+                }
             )
         path = folder / "speed.toml"
         path.write_text(SPEED_RECIPE.format(steps=arguments.steps))
