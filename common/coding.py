@@ -42,6 +42,10 @@ class Coded:
         """Size of the streams in bytes."""
         return sum(len(stream) for stream in self.streams)
 
+    def views(self) -> list[memoryview]:
+        """The streams, to be sliced uncopied."""
+        return [memoryview(stream) for stream in self.streams]
+
 
 @dataclass(frozen=True, slots=True)
 class Patch:
@@ -55,13 +59,12 @@ def encode(base: np.ndarray | None, new: np.ndarray, dtype: str) -> Coded | None
     """The smallest form of `new`[n] given `base`[n] (None: without one); None when nothing changed."""
     if base is None:
         return _encode_full(new, None, dtype, new.size)
-    differ = scan.differing(base, new)
-    changed = int(np.count_nonzero(differ))
+    changed, changes = scan.changes(base, new, SPARSE_BELOW * new.size)
     if changed == 0:
         return None
-    if changed >= SPARSE_BELOW * new.size:
+    if changes is None:
         return _encode_full(new, base, dtype, changed)
-    parameters, streams = sparse.encode(base, new, differ, dtype)
+    parameters, streams = sparse.encode(base, changes, dtype)
     coded = Coded(SPARSE, tuple(parameters), tuple(streams), changed)
     if coded.nbytes < SPARSE_SURE * new.nbytes:
         return coded
@@ -81,7 +84,7 @@ def decode(coded: Coded, base: np.ndarray | None, size: int, bits: np.dtype, dty
         step = _unzigzag(_join_planes(coded, size, bits))
         return Patch(None, fold(fold(base, dtype) + step, dtype))
     if coded.kind == SPARSE and base is not None:
-        return Patch(*sparse.decode(coded.parameters, [memoryview(s) for s in coded.streams], base, dtype))
+        return Patch(*sparse.decode(coded.parameters, coded.views(), base, dtype))
     raise ProtocolError(f"unknown form {coded.kind}, known are 0 to {SPARSE}")
 
 
@@ -152,4 +155,4 @@ def _exactly(coded: Coded, parameters: int, streams: int) -> Sequence[memoryview
     _checked(coded, parameters)
     if len(coded.streams) != streams:
         raise ProtocolError(f"{len(coded.streams)} streams in form {coded.kind}, expected {streams}")
-    return [memoryview(stream) for stream in coded.streams]
+    return coded.views()

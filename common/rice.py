@@ -49,7 +49,10 @@ class Reader:
 
     def __init__(self, unary: memoryview, low: memoryview) -> None:
         ends = np.unpackbits(np.frombuffer(unary, np.uint8), bitorder="little").view(bool).nonzero()[0]
-        self._quotients = np.diff(ends, prepend=-1) - 1
+        self._quotients = np.empty_like(ends)
+        self._quotients[:1] = ends[:1]
+        np.subtract(ends[1:], ends[:-1], out=self._quotients[1:])
+        self._quotients[1:] -= 1
         self._low = np.frombuffer(low, np.uint8)
         self._at = self._low_at = 0
 

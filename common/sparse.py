@@ -1,10 +1,11 @@
 """The sparse form of a piece: which values changed and by how many steps, coded class by class. Pure; used by ``coding``.
 
-Values of the base below a bound of magnitude are *hot*. They are told apart by class (exponent; the lowest ones together),
-and within a class the gaps between the changed ones, or between the unchanged ones where those are fewer, are Rice-coded:
-members of a class change with about the same probability, so this takes about half of what gaps between positions take.
-The bound is where that stops to pay. The rest is *cold*: gaps between positions. With them go, class by class, the sign of
-each change and the steps beyond one: as gaps between the exceptions where those are few, else as squeezed bytes.
+Values of the base below a bound of magnitude are *hot*. They may be told apart by class (exponent; the lowest ones
+together), and within a class the gaps between the changed ones, or between the unchanged ones where those are fewer, are
+Rice-coded: its members change with about the same probability, so this takes little more than half of what gaps between
+positions take. The bound is where that stops to pay. The rest is *cold*: gaps between positions. With them go, class by
+class, the sign of each change and the steps beyond one: as gaps between the exceptions where those are few, else as squeezed
+bytes.
 
 Parameters: bound, lowest class, then for each class from there to the bound, and for the cold: n; if n: k, mode; and by
 mode, 0: nothing (all changes are single steps); 1: exceptions, k of their gaps, k of what exceeds two steps;
@@ -24,7 +25,7 @@ from temper.common.float_bits import class_count, classes, moved, steps
 from temper.common.squeeze import squeeze, unsqueeze
 
 CLASSES = 12  # that a piece may tell apart below the bound; what is lower counts as one
-WRITTEN_CLASSES = 4  # that are told apart here: more take time and save little
+WRITTEN_CLASSES = 1  # that are told apart here: each takes a pass, four would save a tenth to a fifth of the bytes
 SCAN_BITS = 0.5  # what looking at a hot value must save: the time of a pass, in bits
 HOT_FROM_VALUES = 1 << 12  # smaller pieces aren't worth a look at their classes
 CLASS_BITS = 40.0  # what a class costs in parameters
@@ -35,26 +36,17 @@ STREAMS = 4
 PLANES = 5  # bytes that a number of steps may take
 
 
-@dataclass(frozen=True, slots=True)
-class _Hot:
-    """Positions of the hot values, class by class: `positions[order]`, class i at starts[i]:starts[i + 1]."""
-
-    positions: np.ndarray
-    order: np.ndarray
-    starts: list[int]
-
-    @classmethod
-    def of(cls, base: np.ndarray, dtype: str, bound: int, lowest: int) -> _Hot:
-        if bound == lowest:
-            none = np.empty(0, np.int64)
-            return cls(none, none, [0])
-        positions, kinds = scan.small(base, dtype, bound)
-        kinds -= np.minimum(kinds, np.uint8(lowest))
-        return cls(positions, *scan.by_kind(kinds, bound - lowest))
-
-    def __getitem__(self, at: np.ndarray) -> np.ndarray:
-        """Positions in the piece of places in class order."""
-        return self.positions[self.order[at]]
+def _hot(base: np.ndarray, dtype: str, bound: int, lowest: int) -> tuple[np.ndarray, list[int]]:
+    """(int64[m]: positions of the hot values class by class; where each class begins there, and the end)."""
+    if bound == lowest:
+        return np.empty(0, np.int64), [0]
+    positions = scan.small(base, dtype, bound)
+    if bound == lowest + 1:
+        return positions, [0, positions.size]
+    kinds = classes(base[positions], dtype)
+    kinds -= np.minimum(kinds, np.uint8(lowest))
+    order, starts = scan.by_kind(kinds, bound - lowest)
+    return positions[order], starts
 
 
 @dataclass(slots=True)
@@ -86,46 +78,39 @@ class _Writer:
         self.runs += [(gaps, k_gap), (more, k_more)]
 
 
-def encode(base: np.ndarray, new: np.ndarray, differ: np.ndarray, dtype: str) -> tuple[list[int], list[bytes]]:
-    """(parameters, streams) for the change from `base`[n] to `new`[n]; `differ` bool[n] is where they differ."""
-    changed = scan.true(differ)
-    before = base[changed]
-    by = steps(before, new[changed], dtype)
-    cold, bound, lowest = changed, 0, 0
+def encode(base: np.ndarray, changes: scan.Changes, dtype: str) -> tuple[list[int], list[bytes]]:
+    """(parameters, streams) for `changes` of `base`[n]."""
+    by = steps(changes.before, changes.after, dtype)
+    ranks, bound, lowest = changes.where, 0, 0
+    cuts, sizes = [0, by.size], [base.size]
     if class_count(dtype) and base.size >= HOT_FROM_VALUES:
-        kinds = classes(before, dtype)
+        kinds = classes(changes.before, dtype)
         bound, lowest = _bounds(base, kinds, dtype)
-    hot = _Hot.of(base, dtype, bound, lowest)
-    flags = differ[hot.positions][hot.order]
-    at = scan.true(flags)
     if bound:
-        rest = (kinds >= bound).nonzero()[0]
-        cold = changed[rest]
-        low = (kinds < bound).nonzero()[0]
-        kinds = kinds[low]
+        np.minimum(kinds, np.uint8(bound), out=kinds)
         kinds -= np.minimum(kinds, np.uint8(lowest))
-        by = by[np.concatenate([low[scan.by_kind(kinds, bound - lowest)[0]], rest])]
+        order, cuts = scan.by_kind(kinds, bound - lowest + 1)
+        members = scan.Members(base, dtype, lowest, bound)
+        by, ranks, sizes = by[order], ranks[order], [*members.sizes, base.size]
+        ranks[: cuts[-2]] = members.ranks(ranks[: cuts[-2]], cuts[:-1])
     excess = np.abs(by)
     excess -= 1
     out = _Writer([bound, lowest])
-    cuts = [*np.searchsorted(at, hot.starts).tolist(), by.size]
-    starts = [*hot.starts[:-1], 0]
-    ranks = np.concatenate([at, cold])
-    gaps = _gaps(ranks, cuts, starts)
+    gaps = _gaps(ranks, cuts, [0] * len(sizes))
     exceptions = scan.true(excess != 0)
     ends = np.searchsorted(exceptions, cuts).tolist()
     apart = _gaps(exceptions, ends, cuts)
     more = excess[exceptions] - 1
     for i, (first, last) in enumerate(pairwise(cuts)):
-        n, size = last - first, hot.starts[i + 1] - starts[i] if i < len(hot.starts) - 1 else base.size
+        n, size = last - first, sizes[i]
         out.parameters.append(n)
         if not n:
             continue
-        if i < len(hot.starts) - 1 and 2 * n > size:
-            others = scan.true(~flags[starts[i] : starts[i] + size])
+        if i < len(sizes) - 1 and 2 * n > size:
+            others = _others(ranks[first:last], size)
             out.places(_gaps(others, [0, others.size], [0]), int(others[-1]) if others.size else -1)
         else:
-            out.places(gaps[first:last], int(ranks[last - 1]) - starts[i])
+            out.places(gaps[first:last], int(ranks[last - 1]))
         begin, end = ends[i], ends[i + 1]
         furthest = int(exceptions[end - 1]) - first if end > begin else -1
         out.excess(excess[first:last], apart[begin:end], more[begin:end], furthest)
@@ -144,11 +129,11 @@ def decode(
     bound, lowest = numbers.take(), numbers.take()
     if not 0 <= lowest <= bound < max(class_count(dtype), 1) or bound - lowest > CLASSES:
         raise ProtocolError(f"classes {lowest} to {bound} of {dtype}")
-    hot = _Hot.of(base, dtype, bound, lowest)
+    hot, starts = _hot(base, dtype, bound, lowest)
     planes = _Planes(streams[3])
     at: list[np.ndarray] = []
     excess: list[np.ndarray] = []
-    for start, stop in pairwise(hot.starts):
+    for start, stop in pairwise(starts):
         if n := numbers.among(stop - start):
             few = 2 * n <= stop - start
             ranks = _ranks(reader.take(n if few else stop - start - n, numbers.take()), stop - start)
@@ -166,7 +151,10 @@ def decode(
     signs = np.frombuffer(streams[2], np.uint8)
     if signs.size != (by.size + 7) // 8:
         raise ProtocolError(f"{signs.size} bytes of signs for {by.size} changes")
-    np.negative(by, out=by, where=np.unpackbits(signs, count=by.size, bitorder="little").view(bool))
+    direction = np.unpackbits(signs, count=by.size, bitorder="little").view(np.int8)
+    direction *= -2
+    direction += 1
+    by *= direction
     values = moved(base[positions], by, dtype)
     if values is None:
         raise ProtocolError("a step leaves the range of its dtype: damaged, or applied to another base")
@@ -175,16 +163,26 @@ def decode(
 
 def _bounds(base: np.ndarray, kinds: np.ndarray, dtype: str) -> tuple[int, int]:
     """(bound, lowest class) that make the piece smallest, from the classes of the changes and a sample of all values."""
-    changes = np.bincount(kinds)
-    first, last = int(np.argmax(changes > 0)), changes.size
+    some = kinds[:: 1 + kinds.size // SAMPLE]
+    changes = np.bincount(some) * (kinds.size / some.size)
+    first, last = int(some.min()), changes.size
     sampled = _sample(base)
     members = np.bincount(classes(sampled, dtype), minlength=last) * (base.size / sampled.size)
-    lower, rest = float(members[:first].sum()), float(members[last:].sum())
-    changes = changes[first:].astype(np.float64)
-    members = np.maximum(members[first:last], changes)
-    hot = np.cumsum(_entropy(changes, members) + (SCAN_BITS * members + CLASS_BITS)) + SCAN_BITS * lower
-    above = _entropy(changes[::-1].cumsum()[::-1], rest + members[::-1].cumsum()[::-1])
-    costs = hot.copy()
+    counts = np.empty(
+        (3, 2, last - first)
+    )  # (class by class, with all below it, with all above it), (changes, members)
+    counts[0, 0] = changes[first:]
+    np.maximum(members[first:last], counts[0, 0], out=counts[0, 1])
+    counts[0].cumsum(axis=1, out=counts[1])
+    counts[2] = counts[0, :, ::-1].cumsum(axis=1)[:, ::-1]
+    counts[1, 1] += members[:first].sum()
+    counts[2, 1] += members[last:].sum()
+    each, costs, above = _entropy(counts[:, 0], counts[:, 1])
+    if others := WRITTEN_CLASSES - 1:  # than the lowest, which holds all below it too
+        apart = each.cumsum()
+        costs[others:] = costs[:-others] + apart[others:] - apart[:-others]
+        costs[:others] = costs[0] + apart[:others] - apart[0]
+    costs += SCAN_BITS * counts[1, 1] + CLASS_BITS * WRITTEN_CLASSES
     costs[:-1] += above[1:]
     best = int(np.argmin(costs))
     bound = min(first + best + 1, class_count(dtype) - 1)

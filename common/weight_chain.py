@@ -7,14 +7,14 @@ entry. Used by ``delta`` alone; `DeltaError` says why a chain does not lead wher
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
 import numpy as np
-from temper.common import coding
-from temper.common.bits import digest_of, root_of, unsigned
+from temper.common import coding, sparse
+from temper.common.bits import Digest, digest_of, root_of, unsigned
 from temper.common.errors import ProtocolError, TemperError
 from temper.common.schema import Version
 from temper.common.weight_format import SEGMENT_VALUES, DeltaError, Record, Table, layout_of, unpack
@@ -56,35 +56,67 @@ class Chain:
         bits, size = unsigned(dtype), prod(shape)
         pieces = self.pieces.get(i, [])
         try:
+            for record, _ in pieces:
+                if record.start + record.count > size:
+                    raise ProtocolError(f"values {record.start} + {record.count} of a tensor of {size}")
+            if base is not None and all(_is_sparse_segment(*piece) for piece in pieces):
+                indices, values, digest = _through_sparse(base, pieces, dtype)
+                return TensorPatch(name, "sparse", indices, values, dtype, shape, digest)
             values = np.empty(size, bits) if base is None else base.copy()
-            touched: list[np.ndarray] | None = None if base is None else []
             for record, coded in pieces:
                 piece = values[record.start : record.start + record.count]
-                if piece.size != record.count:
-                    raise ProtocolError(f"values {record.start} + {record.count} of a tensor of {size}")
                 patch = coding.decode(coded, piece, piece.size, bits, dtype)
-                if patch.indices is None:
-                    piece[:] = patch.values
-                    touched = None
-                else:
-                    piece[patch.indices] = patch.values
-                    if touched is not None:
-                        touched.append(patch.indices + record.start)
+                piece[_everything(patch.indices)] = patch.values
         except (ProtocolError, MemoryError, ValueError, OverflowError) as error:
             raise DeltaError("malformed", f"{name}: {error}") from error
-        digest = digest_of(values)
-        if touched is None:
-            return TensorPatch(name, "full", None, values, dtype, shape, digest)
-        indices = np.concatenate(touched)
-        if self.entries > 1:
-            indices = np.unique(indices)
-        return TensorPatch(name, "sparse", indices, values[indices], dtype, shape, digest)
+        return TensorPatch(name, "full", None, values, dtype, shape, digest_of(values))
 
     def check(self, digests: Mapping[str, bytes]) -> None:
         """DeltaError unless the root over `digests` of all tensors is that of the version claimed."""
         root = root_of({name: (dtype, shape, digests[name]) for name, dtype, shape in self.table})
         if root != self.version.digest:
             raise DeltaError("digest", f"version {self.version.ordinal} came out as {root}, not {self.version.digest}")
+
+
+def _everything(indices: np.ndarray | None) -> np.ndarray | slice:
+    return slice(None) if indices is None else indices
+
+
+def _is_sparse_segment(record: Record, coded: coding.Coded) -> bool:
+    return coded.kind == coding.SPARSE and record.start % SEGMENT_VALUES == 0
+
+
+def _through_sparse(
+    base: np.ndarray, pieces: Sequence[tuple[Record, coding.Coded]], dtype: str
+) -> tuple[np.ndarray, np.ndarray, bytes]:
+    """(int64[k] distinct indices, new bits[k], digest of the tensor) of sparse segments in the order in which they apply.
+
+    Segment by segment, so that what is hashed is still in the cache and no copy of the tensor is held.
+    """
+    segments: dict[int, list[tuple[int, coding.Coded]]] = defaultdict(list)
+    for record, coded in pieces:
+        segments[record.start].append((record.count, coded))
+    room = np.empty(min(base.size, SEGMENT_VALUES), base.dtype)
+    indices: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    digest = Digest()
+    for start in range(0, base.size, SEGMENT_VALUES):
+        segment = base[start : start + SEGMENT_VALUES]
+        if start in segments:
+            now = room[: segment.size]
+            now[:] = segment
+            touched = []
+            for count, coded in segments[start]:
+                places, bits = sparse.decode(coded.parameters, coded.views(), now[:count], dtype)
+                now[places] = bits
+                touched.append(places)
+            places = touched[0] if len(touched) == 1 else np.unique(np.concatenate(touched))
+            values.append(now[places])
+            places += start
+            indices.append(places)
+            segment = now
+        digest.update(segment)
+    return np.concatenate(indices), np.concatenate(values), digest.value()
 
 
 def read_chain(chunks: Iterable[coding.Frame], base_digest: str | None, base_table: Table | None) -> Chain:

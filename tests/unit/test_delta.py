@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from temper.common import coding, delta, rice
+from temper.common import coding, delta, rice, sparse
 from temper.common.bits import ITEM_BYTES, TensorBits, Weights, seal, unsigned
 from temper.common.delta import DeltaError
 from temper.common.errors import TemperError
+from temper.common.float_bits import classes
 from temper.common.weight_format import CHUNK_BYTES, unpack
 
 LINEAGE = 7
@@ -279,10 +280,15 @@ def trained(dtype: str, size: int, update: float, seed: int = 0) -> tuple[np.nda
     st.sampled_from([40, 3000, 100_000]),
     st.floats(1e-8, 1e-2),
     st.integers(0, 99),
+    st.sampled_from([1, 2, sparse.CLASSES]),
 )
-def test_a_training_step_is_exact_in_every_float_dtype(dtype: str, size: int, update: float, seed: int) -> None:
+def test_a_training_step_is_exact_in_every_float_dtype_however_many_classes_a_writer_tells_apart(
+    dtype: str, size: int, update: float, seed: int, told_apart: int
+) -> None:
     old, new = trained(dtype, size, update, seed)
-    coded = coding.encode(old, new, dtype)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sparse, "WRITTEN_CLASSES", told_apart)
+        coded = coding.encode(old, new, dtype)
     if coded is None:
         assert (old == new).all()
         return
@@ -294,13 +300,21 @@ def test_a_training_step_is_exact_in_every_float_dtype(dtype: str, size: int, up
         assert np.unique(patch.indices).size == patch.indices.size == int((old != new).sum())
 
 
-def test_telling_classes_apart_beats_the_entropy_of_which_positions_changed() -> None:
+def test_telling_small_values_apart_comes_near_the_entropy_of_that_and_beats_that_of_the_positions() -> None:
     old, new = trained("bfloat16", 1 << 20, 2e-6)
     coded = coding.encode(old, new, "bfloat16")
     assert coded is not None and coded.kind == coding.SPARSE
-    share = coded.changed / old.size
-    positions = -old.size * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
-    assert 0.002 < share < 0.05 and 8 * coded.nbytes < 0.9 * (positions + coded.changed)
+    kinds, differ = classes(old, "bfloat16"), old != new
+
+    def entropy(among: np.ndarray) -> float:
+        share = differ[among].mean() if among.any() else 0.0
+        return -among.sum() * sum(p * np.log2(p) for p in (share, 1 - share) if p)
+
+    positions = entropy(np.ones(old.size, bool)) + coded.changed
+    told_apart = min(entropy(kinds < bound) + entropy(kinds >= bound) for bound in np.unique(kinds)) + coded.changed
+    assert 0.002 < coded.changed / old.size < 0.05
+    assert 8 * sum(map(len, coded.streams[:3])) < 1.05 * told_apart < 0.9 * positions
+    assert 8 * coded.nbytes < 0.98 * positions
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.01, 0.4, 1.0, 7.0, 300.0, 1e7])
