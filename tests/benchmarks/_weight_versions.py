@@ -60,6 +60,10 @@ threads_per_process = 2
 name = "letter_counting"
 module = "temper.actor.domains.reasoning"
 options = {{ dataset = "letter_counting", style = "few_shot", shots = 2, levels = [{{ min_words = 3, max_words = 6 }}] }}
+[[domains]]
+name = "chain_sum"
+module = "temper.actor.domains.reasoning"
+options = {{ dataset = "chain_sum", style = "few_shot", shots = 2, levels = [{{ max_terms = 2, min_digits = 1, max_digits = 2 }}] }}
 """
 
 
