@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import sys
 import threading
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,10 @@ from temper.common.delta import DeltaError, StagedUpdate, encode, stage
 from temper.common.errors import EngineError
 from temper.common.schema import NewVersion
 
+sys.path.insert(0, str(Path(__file__).parent))
 
-def _sibling(name: str) -> Any:
-    spec = spec_from_file_location(f"of_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+import engine_kit as kit
 
-
-kit = _sibling("test_engine_batch")
 NAMES = ("a", "b")
 SIZE = 300
 DEADLINE_S = 60.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -12,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from temper.actor.engines.base import GenerateRequest, Generation, SamplingParams
 from temper.actor.engines.decoder import Decoder
-from temper.actor.engines.overwrite import bits
 from temper.actor.engines.prefixes import KEPT, Prefixes
 from temper.actor.engines.shape import from_config
-from temper.common.bits import TensorBits, Weights, seal
-from temper.common.delta import encode, stage
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import engine_kit as kit
 
 CONFIG = LlamaConfig(
     vocab_size=97,
@@ -32,7 +35,6 @@ CONFIG = LlamaConfig(
 SHAPE = from_config(CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]})
 LENGTH = 157  # no multiple of anything that lengths are rounded up to
 FEW_SHOT = [list(range(1, 61)), list(range(30, 90))]  # the beginnings of two domains' prompts
-_make: Any = AutoModelForCausalLM.from_config
 
 
 @pytest.fixture(autouse=True)
@@ -41,26 +43,15 @@ def inference() -> Iterator[None]:
         yield
 
 
-def model_of(seed: int) -> Any:
-    with torch.inference_mode(False), torch.no_grad():
-        torch.manual_seed(seed)
-        model = _make(CONFIG).eval()
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-        return model
-
-
-MODELS = [model_of(seed) for seed in range(3)]
+MODELS = [kit.model_of(seed, CONFIG) for seed in range(3)]
 
 
 def commit(made: Decoder, ordinal: int, fill: float | None = None) -> None:
     """A full copy of MODELS[ordinal % 3] as version `ordinal`; every value is `fill` if one is given."""
-    tensors = {}
-    for name, parameter in MODELS[ordinal % len(MODELS)].named_parameters():
-        values = parameter.detach().contiguous() if fill is None else torch.full_like(parameter, fill)
-        tensors[name] = TensorBits("float32", tuple(values.shape), bits(values).copy())
-    weights: Weights = seal(ordinal, 77, tensors, None)
-    made.commit(stage(list(encode(None, weights)), None))
+    named = {name: p.detach().contiguous() for name, p in MODELS[ordinal % len(MODELS)].named_parameters()}
+    if fill is not None:
+        named = {name: torch.full_like(values, fill) for name, values in named.items()}
+    made.commit(kit.update_to(kit.sealed(named, ordinal)))
 
 
 def decoder(rows: int = 12, kv: Literal["keep", "recompute"] = "keep") -> Decoder:
@@ -73,19 +64,9 @@ def ask(ids: list[int], seed: int = 0, tokens: int = 6) -> GenerateRequest:
     return GenerateRequest(ids, SamplingParams(seed=seed, max_new_tokens=tokens))
 
 
-def finish(made: Decoder) -> dict[Any, Generation]:
-    ended: dict[Any, Generation] = {}
-    while made.busy:
-        for one in made.step():
-            assert one.generation is not None, one.error
-            ended[one.key] = one.generation
-    return ended
-
-
 def error_of(prompt: list[int], generation: Generation, model: Any) -> float:
     """The largest difference from transformers' log-probabilities."""
-    table = torch.log_softmax(model(torch.tensor([prompt + generation.ids])).logits[0], -1)
-    right = [float(table[len(prompt) - 1 + i, token]) for i, token in enumerate(generation.ids)]
+    right = kit.forced(model, prompt, generation.ids)
     return float(np.abs(np.array(right) - generation.logprobs).max(initial=0.0))
 
 
@@ -122,7 +103,7 @@ def test_rows_are_what_they_would_be_alone(
                 made.cancel(next(iter(made.running)))
             for key, generation in ended.items():
                 assert error_of(prompts[key], generation, MODELS[0]) < 1e-4
-        ended = finish(made)
+        ended = kit.finish(made)
         for key, generation in ended.items():
             assert error_of(prompts[key], generation, MODELS[0]) < 1e-4
 
@@ -131,7 +112,7 @@ def test_a_context_shorter_than_the_steps_of_the_cache() -> None:
     made = Decoder(SHAPE, torch.float32, max_rows=2, length=12)
     commit(made, 0)
     made.submit("whole", ask([5, 6], tokens=20))
-    ended = finish(made)["whole"]
+    ended = kit.finish(made)["whole"]
     assert len(ended.ids) == 10 and error_of([5, 6], ended, MODELS[0]) < 1e-4
 
 
@@ -141,11 +122,11 @@ def test_the_examples_of_a_domain_are_computed_once() -> None:
     for number, tail in enumerate(tails):
         for index in range(2):
             made.submit((number, index), ask(FEW_SHOT[0] + tail, seed=index))
-    finish(made)
+    kit.finish(made)
     assert made.caches.prefilled_tokens == 62 + 4 * 1  # the last token is each row's own first step
     made.submit("later", ask(FEW_SHOT[0] + [95, 4, 4]))
     made.submit("the same again", ask(FEW_SHOT[0] + tails[-1]))
-    finish(made)
+    kit.finish(made)
     assert made.caches.prefilled_tokens == 66 + 2
 
 
@@ -161,7 +142,7 @@ def test_no_new_row_meets_prefixes_of_old_weights(kv: Literal["keep", "recompute
     for index in range(3):
         made.submit(("new", index), ask(prompt, seed=10 + index))
         made.submit(("other", index), ask(FEW_SHOT[0] + [93, index], seed=20 + index))
-    ended = finish(made)
+    ended = kit.finish(made)
     for index in range(3):
         old, new, other = ended["old", index], ended["new", index], ended["other", index]
         assert old.version_runs == [(77, 0, 4), (77, 1, 8)]
@@ -184,7 +165,7 @@ def test_values_that_are_not_finite_do_not_outlive_their_rows() -> None:
     prompts = {index: [*FEW_SHOT[index % 2][: 40 + 5 * index], 91] for index in range(4)}
     for index, prompt in prompts.items():
         made.submit(index, ask(prompt, seed=index))
-    for index, generation in finish(made).items():
+    for index, generation in kit.finish(made).items():
         assert error_of(prompts[index], generation, MODELS[2]) < 1e-4
 
 

@@ -1,14 +1,13 @@
 """What breaks in systems like this, section "Weights": the lines that no other test of the log is named after.
 
 The others: an engine that refuses, a half-failed apply, a pruned chain (`test_weight_log`, `test_delta`, `test_weight_store`),
-a prefix cache of old weights (`test_on_swap`), weights of another run (`test_weight_store`).
+a prefix cache of old weights (`test_on_swap`), weights of another run (`test_weight_store`, `test_weights_other_run`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,9 @@ from temper.learner import optimizer
 from temper.learner.gather import serving
 from temper.learner.models import micro
 
+sys.path.insert(0, str(Path(__file__).parent))
 
-def _sibling(name: str) -> Any:
-    spec = spec_from_file_location(f"of_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kit = _sibling("test_weight_log")
+import test_weight_log as kit
 
 
 def test_a_version_whose_number_rose_without_a_transfer_is_not_taken_for_a_new_one() -> None:

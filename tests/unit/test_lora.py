@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +28,12 @@ from temper.learner.session import Session
 from temper.learner.step import Trainer
 from transformers import AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import test_learner_step as kit
+
 VOCABULARY = "abcdefghijkl"
 MODEL = Model(vocabulary=VOCABULARY, hidden_size=16, intermediate_size=32, heads=2, lora_rank=3, lora_alpha=6.0)
-
-
-def _sibling(name: str) -> Any:
-    spec = spec_from_file_location(f"of_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kit = _sibling("test_learner_step")
 
 
 def recipe(**model: Any) -> Recipe:

@@ -6,7 +6,6 @@ import asyncio
 import sys
 import threading
 from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,10 @@ from temper.actor.engines.base import Generation, OnSwap
 from temper.actor.engines.decoder import Decoder
 from temper.actor.engines.embedded import EmbeddedEngine
 
+sys.path.insert(0, str(Path(__file__).parent))
 
-def _sibling(name: str) -> Any:
-    spec = spec_from_file_location(f"of_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+import engine_kit as kit
 
-
-kit = _sibling("test_engine_batch")
 PROMPT = [9, 8, 7]
 DEADLINE_S = 60.0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from temper.broker.weights import WeightStore
-from temper.common import delta
+from temper.common import delta, sparse
 from temper.common.bits import TensorBits, Weights, seal
 from temper.common.schema import Chunk, Manifest, Publish
 
@@ -52,6 +52,7 @@ def versions() -> tuple[Weights, Weights]:
 
 def main() -> None:
     """Write the files."""
+    sparse.WRITTEN_CLASSES = 4  # a reader takes any number up to `sparse.CLASSES`
     base, new = versions()
     FOLDER.mkdir(exist_ok=True)
     for path in FOLDER.iterdir():
