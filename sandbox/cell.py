@@ -110,6 +110,8 @@ class Cell:
         elif len(data) == protocol.REPORT_BYTES:
             if self._report is not None and not self._report.done():
                 self._report.set_result(data)
+                if protocol.unpack(data)[-1]:
+                    self._be_ready()
         else:
             self._lost()
 

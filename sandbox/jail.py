@@ -173,6 +173,8 @@ class Host:
         command = [str(self.nsjail), "-q", "-C", str(POLICY), "-Mr", "--log_fd", str(log_fd), "--rlimit_core", core]
         command += self.identity()
         command += ["--pass_fd", str(control_fd), "-R", f"{inside}:{INSIDE_IN_JAIL}"]
+        if profile.preload:
+            command += ["--env", "LD_BIND_NOW=1"]  # for the init alone: every function looked up before the first fork
         if pid_fd >= 0:
             command += ["--pass_fd", str(pid_fd), "--cap", "CAP_CHECKPOINT_RESTORE"]
         for source, target in binds.items():

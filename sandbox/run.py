@@ -98,8 +98,6 @@ class Run:
             cell.send(header, (request.bundle, stdin, stdout, self._err.far, *request.extra))
         finally:
             os.close(stdin)
-            self._out.close_far()
-            self._err.close_far()
             if request.on_sent is not None:
                 request.on_sent()
         self._timer = self._loop.call_later(min(CHECK_S, limits.wall_s), self._check)
@@ -109,7 +107,7 @@ class Run:
             return self._died(str(failed))
         self._out.drain()
         self._err.drain()
-        status, cpu_s, wall_s, peak_kib, _, over = protocol.unpack(data)
+        status, cpu_s, wall_s, peak_kib, _, over, _ = protocol.unpack(data)
         peak = int(peak_kib) * 1024
         oom_kills = 0
         if cell.leaf is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import fcntl
 import os
@@ -10,7 +9,6 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 
 READ_BYTES = 64 * 1024
-_FIONREAD = 0x541B
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
@@ -18,10 +16,9 @@ def sealed(name: str, data: bytes) -> int:
     """A memfd holding `data` that nobody can change any more; the caller closes it."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.lseek(fd, 0, os.SEEK_SET)
+        at = 0
+        while at < len(data):  # not write: a program finds the offset where it is
+            at += os.pwrite(fd, memoryview(data)[at:], at)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)
@@ -51,7 +48,8 @@ def streams(loop: asyncio.AbstractEventLoop, limits: Sequence[int], on_flood: Ca
 
 
 class Stream:
-    """A bounded reader of one pipe."""
+    """A bounded reader of one pipe. While `far`, our copy of the writing end, is open, no end of file is seen: to be told of it
+    costs more than a program's end, which is reported anyway."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit: int, on_flood: Callable[[], None]) -> None:
         self.fd, self.far = os.pipe2(os.O_CLOEXEC)
@@ -64,34 +62,25 @@ class Stream:
         loop.add_reader(self.fd, self.read)
 
     def read(self) -> bool:
-        """Take what is there; True at end of file."""
+        """Take what is there; whether there was any."""
         try:
             chunk = os.read(self.fd, READ_BYTES)
         except BlockingIOError:
             return False
-        if not chunk:
+        if not chunk:  # end of file, where nobody else has our end `far`
             self._loop.remove_reader(self.fd)
-            return True
+            return False
         room = self._limit - len(self.data)
         self.data += chunk[:room]
         if len(chunk) > room and not self.cut:
             self.cut = True
             self._on_flood()
-        return False
+        return True
 
     def drain(self) -> None:
-        """After every writer is dead: take the rest."""
-        while True:
-            before = len(self.data)
-            if self.read():
-                return
-            if len(self.data) == before and (self.cut or self._empty()):
-                return
-
-    def _empty(self) -> bool:
-        waiting = array.array("i", [0])
-        fcntl.ioctl(self.fd, _FIONREAD, waiting)
-        return waiting[0] == 0
+        """Take the rest of what was written so far, up to the limit."""
+        while not self.cut and self.read():
+            pass
 
     def take(self) -> tuple[bytes, bool]:
         """What came so far, and whether some was cut; then start anew."""

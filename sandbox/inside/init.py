@@ -17,11 +17,11 @@ from posix import _exit
 
 sys.path.insert(0, "/opt/temper")
 
-from temper_libc import Control
+from temper_libc import Control, Reaper, kill_all
 from temper_program import child, prepare
 from temper_protocol import KEEP, REQUEST_BYTES, pack, unpack
 from temper_warm import Pids, bound_the_users_pools, open_streams, warm_up
-from temper_workspace import clean, inodes_used, is_folder, level_spaces
+from temper_workspace import clean, is_folder, level_spaces, tidy, used
 
 del sys.path[0]
 
@@ -30,22 +30,14 @@ LIBRARIES = "/opt/libraries"
 POLL_MS = 100
 
 
-def kill_all() -> None:
-    """SIGKILL to every process of the jail but this one; the kernel does it atomically against forks."""
-    try:  # noqa: SIM105 - contextlib would cost every start a millisecond
-        posix.kill(-1, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
 def interrupt(group: int) -> None:
-    try:  # noqa: SIM105
+    try:  # noqa: SIM105 - contextlib would cost every start a millisecond
         posix.killpg(group, signal.SIGINT)
     except ProcessLookupError:
         pass
 
 
-def watch(control: Control, pid: int, cpu_s: float) -> tuple[int, float, int, bool]:
+def watch(control: Control, reaper: Reaper, pid: int, cpu_s: float) -> tuple[int, float, int, bool]:
     """Wait for the program's main process while the worker may ask for its death; reap what is reparented to us."""
     clock = (~pid << 3) | 2  # the process's cpu clock, see clock_getcpuclockid(3)
     over = False
@@ -67,12 +59,10 @@ def watch(control: Control, pid: int, cpu_s: float) -> tuple[int, float, int, bo
                 kill_all()
         except OSError:
             pass  # it has just ended
-        while True:
-            reaped, state, usage = posix.wait4(-1, posix.WNOHANG)
-            if not reaped:
-                break
-            total += usage.ru_utime + usage.ru_stime
-            peak = max(peak, usage.ru_maxrss)
+        while (reaped := reaper.reap(posix.WNOHANG)) > 0:
+            state, cpu, most = reaper.found()
+            total += cpu
+            peak = max(peak, most)
             if reaped == pid:
                 status = state
                 break
@@ -80,17 +70,14 @@ def watch(control: Control, pid: int, cpu_s: float) -> tuple[int, float, int, bo
     return status, total, peak, over
 
 
-def kill_rest() -> tuple[int, float]:
+def kill_rest(reaper: Reaper) -> tuple[int, float]:
     """Kill every process but this one and reap them all: (number, cpu seconds)."""
     kill_all()
     count, cpu = 0, 0.0
-    while True:
-        try:
-            _, _, usage = posix.wait4(-1, 0)
-        except ChildProcessError:
-            return count, cpu
+    while reaper.reap(0) > 0:
         count += 1
-        cpu += usage.ru_utime + usage.ru_stime
+        cpu += reaper.found()[1]
+    return count, cpu
 
 
 def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
@@ -105,10 +92,11 @@ def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
     warm_up(preload)
     posix.umask(0o022)
     control = Control(control_fd, REQUEST_BYTES)
+    reaper = Reaper()
     pids = Pids(pid_fd)
     pids.restart()
     level_spaces()
-    empty = inodes_used()
+    empty = used()
     posix.write(control_fd, b"R")
     while True:
         data, fds = control.receive()
@@ -127,13 +115,15 @@ def main(control_fd: int, pid_fd: int, preload: list[str]) -> None:
             child(request, fds, pids.drop)
         for fd in fds:
             posix.close(fd)
-        status, cpu, peak, over = watch(control, pid, request[2])
+        status, cpu, peak, over = watch(control, reaper, pid, request[2])
         wall = time.monotonic() - started
-        killed, cpu_rest = kill_rest()
-        posix.write(control_fd, pack(status, cpu + cpu_rest, wall, peak, killed, over))
-        if not int(request[1]) & KEEP:
+        killed, cpu_rest = kill_rest(reaper)
+        keep = int(request[1]) & KEEP
+        ready = keep or tidy(empty)
+        posix.write(control_fd, pack(status, cpu + cpu_rest, wall, peak, killed, over, ready))
+        if not ready:
             clean(empty)
-        posix.write(control_fd, b"R")
+            posix.write(control_fd, b"R")
 
 
 def lowered(fd: int) -> int:

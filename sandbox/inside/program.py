@@ -9,7 +9,7 @@ import builtins
 import sys
 
 # By name, not by module: looking an attribute up writes into Python's caches, which costs each child copies of their pages.
-from _signal import SIG_IGN, SIGINT, SIGPIPE, SIGXFSZ, default_int_handler, signal
+from _signal import SIG_DFL, SIG_IGN, SIGINT, SIGPIPE, SIGXFSZ, default_int_handler, signal
 from posix import (
     O_CREAT,
     O_NOFOLLOW,
@@ -25,8 +25,10 @@ from posix import (
     execve,
     mkdir,
     pread,
+    putenv,
     register_at_fork,
     setsid,
+    unlink,
     write,
 )
 from posix import open as open_fd
@@ -35,13 +37,14 @@ from temper_libc import ADDRESSES, CPU, DESCRIPTORS, FILE, PROCESSES, set_limit
 from temper_protocol import LOUD, PYTHON, UNCAUGHT
 from temper_workspace import is_folder
 
+SHORT_BYTES = 4096
 CREATE = O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW
-APART = 64  # above every descriptor of an init
 run_exit_functions = atexit._run_exitfuncs
 number_from = int.from_bytes
 SYS, MODULES = sys.__dict__, sys.modules
 MAIN = type(sys)("__main__")  # what every program is the content of
 NAMES = MAIN.__dict__
+REHEARSALS = 20  # an interpreter specializes a function's code after 8 calls
 PRELOADED: "list[object]" = []  # modules that the init has imported, and whose hooks at a fork it left out
 SEEDED = (b"random", b"numpy")  # named in some file of a job: seeded before its program begins
 TYPE_CHECKING = False
@@ -51,7 +54,10 @@ if TYPE_CHECKING:
 
 def read_all(fd: int) -> bytes:
     """The whole file, whatever its offset: tests of one job share the bundle's descriptor."""
-    chunks, at = [], 0
+    chunk = pread(fd, SHORT_BYTES, 0)
+    if len(chunk) < SHORT_BYTES:
+        return chunk  # as nearly always: a piece of a megabyte would cost a mapping
+    chunks, at = [chunk], SHORT_BYTES
     while chunk := pread(fd, 1 << 20, at):
         chunks.append(chunk)
         at += len(chunk)
@@ -82,9 +88,11 @@ def make_folders(path: str) -> None:
 
 
 def set_seed(seed: bytes) -> None:
-    environ[b"TEMPER_SEED"] = seed  # what os.environ is made from
+    """In each of the places that an environment is kept in: what os.environ is made from, os.environ, C's."""
+    environ[b"TEMPER_SEED"] = seed
     if os := MODULES.get("os"):
-        os.environb[b"TEMPER_SEED"] = seed
+        os.environ._data[b"TEMPER_SEED"] = seed
+    putenv(b"TEMPER_SEED", seed)
 
 
 def write_file(name: str, content: bytes) -> None:
@@ -98,7 +106,8 @@ def write_file(name: str, content: bytes) -> None:
 
 
 def set_limits(cpu_s: float, address_bytes: int, file_bytes: int, processes: int, descriptors: int) -> None:
-    ceiling = max(1, -int(-cpu_s // 1))
+    ceiling = int(cpu_s)  # rounded up, without loading the fmod of C that // is made of
+    ceiling += ceiling < cpu_s
     set_limit(CPU, ceiling, ceiling + 1)
     if address_bytes:
         set_limit(ADDRESSES, address_bytes, address_bytes)
@@ -121,17 +130,21 @@ def prepare() -> None:
     NAMES["__builtins__"] = builtins
 
 
-def run_python(path: str, arguments: list[str], uncaught: int, seed: bytes, named: list[bytes]) -> int:
-    """Run `path` as ``__main__``, as ``python path`` would; returns the exit code. The modules `named` are seeded before."""
+def run_python(
+    path: str, source: "bytes | None", arguments: list[str], uncaught: int, seed: bytes, named: list[bytes]
+) -> int:
+    """Run `path`, whose content is `source` unless it must be read, as ``__main__``, as ``python path`` would; returns the
+    exit code. The modules `named` are seeded before."""
     SYS["argv"] = [path, *arguments]
     SYS["path"].insert(0, path.rpartition("/")[0])
     NAMES["__file__"] = path
     MODULES["__main__"] = MAIN
     code = 0
     try:
-        fd = open_fd(path, O_RDONLY)
-        source = read_all(fd)
-        close(fd)
+        if source is None:
+            fd = open_fd(path, O_RDONLY)
+            source = read_all(fd)
+            close(fd)
         if b"random" in named:
             seed_random(int(seed))
         if b"numpy" in named:
@@ -177,6 +190,11 @@ def finish(code: int) -> None:
     if threading := MODULES.get("threading"):
         threading._shutdown()
     run_exit_functions()
+    _exit(close_main(code))
+
+
+def close_main(code: int) -> int:
+    """Let go of the program's names and flush what it wrote; the exit code, which is another one when that fails."""
     MODULES["__main__"].__dict__.clear()
     streams = [SYS.get("stdout"), SYS.get("stderr")]
     for now, name in ((streams[0], "__stdout__"), (streams[1], "__stderr__")):
@@ -188,7 +206,29 @@ def finish(code: int) -> None:
                 stream.flush()
         except (OSError, ValueError):
             code = code or 120
-    _exit(code)
+    return code
+
+
+def rehearse(bundle: bytes) -> None:
+    """Walk a child's path in the init, for a program that does nothing: what is bound, cached and specialized here need not
+    be in each child, where it costs copies of pages. All is as it was afterwards."""
+    argv, main, names = SYS["argv"], MODULES["__main__"], dict(NAMES)
+    for _ in range(REHEARSALS):
+        seed, arguments, files = unpack_bundle(bundle)
+        chdir("/tmp")
+        path, *rest = map(text_of, arguments)
+        for name, content in files:
+            write_file(text_of(name), content)
+        set_seed(seed)
+        reset_signals()
+        close_main(run_python(f"/tmp/{path}", None, rest, 1, seed, []))
+        unlink(path)
+        chdir("/")
+        NAMES.update(names)
+        del SYS["path"][0]
+    SYS["argv"], MODULES["__main__"] = argv, main
+    for number in (SIGPIPE, SIGXFSZ, SIGINT):
+        signal(number, SIG_DFL)
 
 
 def child(request: "list[float]", fds: list[int], drop: "Callable[[], None] | None") -> None:
@@ -202,14 +242,14 @@ def child(request: "list[float]", fds: list[int], drop: "Callable[[], None] | No
         bundle, *streams = fds
         seed, arguments, files = unpack_bundle(read_all(bundle))
         for number, fd in enumerate(streams):
-            dup2(fd, APART + number, True)
-        for number in range(len(streams)):
-            dup2(APART + number, number, True)
+            dup2(fd, number, True)  # which is none of the later ones: they came in ascending order, after the bundle
         closerange(len(streams), 256)
         chdir("/tmp")
-        named, content = [], b""
+        named, source, content = [], None, b""
         for name, content in files:
             write_file(text_of(name), content)
+            if name == arguments[0]:
+                source = content
             for module in SEEDED:
                 if module in content:
                     named.append(module)
@@ -221,7 +261,7 @@ def child(request: "list[float]", fds: list[int], drop: "Callable[[], None] | No
             path, *rest = map(text_of, arguments)
             if path[0] != "/":
                 path = f"/tmp/{path}"
-            code = run_python(path, rest, UNCAUGHT if flags & LOUD else 1, seed, named)
+            code = run_python(path, source, rest, UNCAUGHT if flags & LOUD else 1, seed, named)
             finish(code)
         execve(arguments[0], arguments, environ)
     except BaseException as error:

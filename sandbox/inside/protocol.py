@@ -2,7 +2,7 @@
 
 Worker -> init: a request with descriptors (bundle, stdin, stdout, stderr, and more that the program gets from 3 on),
 ``b"I"`` (interrupt what runs), ``b"K"`` (kill it) or ``b"Q"`` (end). Init -> worker: ``b"R"`` (ready: clean, nothing runs),
-a report, ``b"E"`` and an error (it cannot go on).
+a report (which says "ready" as well where that took no time), ``b"E"`` and an error (it cannot go on).
 
 The bundle is a sequence of length-prefixed byte strings: the seed, number of arguments, arguments, then name and content of
 each file.
@@ -10,7 +10,7 @@ each file.
 
 NUMBER_BYTES = 8
 REQUEST_BYTES = 7 * NUMBER_BYTES  # kind, flags, cpu seconds, address space, file size, processes, descriptors
-REPORT_BYTES = 6 * NUMBER_BYTES  # wait status, cpu seconds, wall seconds, peak KiB, processes killed, cpu limit hit
+REPORT_BYTES = 7 * NUMBER_BYTES  # wait status, cpu s, wall s, peak KiB, processes killed, cpu limit hit, ready
 PYTHON, COMMAND = 1, 2
 KEEP = 1  # flag: leave the workspace as it is after this program
 LOUD = 2  # flag: an uncaught exception is exit code 70, not 1

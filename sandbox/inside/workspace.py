@@ -7,6 +7,11 @@ import _stat
 import posix
 from posix import _exit
 
+from temper_libc import LIBC, buffer, call_function, dlsym
+
+STATFS = dlsym(LIBC, "statfs")
+STATUS, STATUS_BYTES = buffer(120)
+COUNTS = STATUS_BYTES[:56]
 SPACES = ("/tmp", "/dev/shm")
 
 
@@ -17,8 +22,14 @@ def is_folder(path: str) -> bool:
         return False
 
 
-def inodes_used() -> list[tuple[int, int]]:
-    return [(s.f_files - s.f_ffree, s.f_blocks - s.f_bfree) for s in map(posix.statvfs, SPACES)]
+def used() -> list[bytes]:
+    """What each place holds, as statfs(2) counts it: its blocks and inodes, of the file system and free."""
+    found = []
+    for folder in SPACES:
+        if call_function(STATFS, (folder.encode(), STATUS)):
+            raise OSError(f"statfs of {folder}")
+        found.append(bytes(COUNTS))
+    return found
 
 
 def wipe_flat(folder: str) -> None:
@@ -40,26 +51,33 @@ def wipe_flat(folder: str) -> None:
             posix.rmdir(name)
 
 
-def clean(empty: list[tuple[int, int]]) -> None:
-    """Bring the writable places back to `empty`, in a child, so that no file name enters this process."""
+def tidy(empty: list[bytes]) -> bool:
+    """Bring the writable places back to `empty` if a program left nothing in them but its source; whether that did it."""
     try:  # noqa: SIM105
         posix.unlink("/tmp/main.py")
     except OSError:
         pass
-    if inodes_used() != empty:
-        pid = posix.fork()
-        if not pid:
-            code = 1
-            try:
-                for folder in SPACES:
-                    posix.chmod(folder, 0o700)
-                    wipe_flat(folder)
-                code = 0
-            finally:
-                _exit(code)
-        posix.waitpid(pid, 0)
-        if inodes_used() != empty:
-            _exit(3)  # the worker replaces this jail
+    if used() != empty:
+        return False
+    level_spaces()
+    return True
+
+
+def clean(empty: list[bytes]) -> None:
+    """Bring the writable places back to `empty`, in a child, so that no file name enters this process."""
+    pid = posix.fork()
+    if not pid:
+        code = 1
+        try:
+            for folder in SPACES:
+                posix.chmod(folder, 0o700)
+                wipe_flat(folder)
+            code = 0
+        finally:
+            _exit(code)
+    posix.waitpid(pid, 0)
+    if used() != empty:
+        _exit(3)  # the worker replaces this jail
     level_spaces()
 
 

@@ -9,6 +9,8 @@ from temper.common.schema import TestCase
 from temper.sandbox.jail import Host
 from temper.sandbox.worker import Worker
 
+from tests.attack.conftest import Jails
+
 LOOK = """
 import ctypes, gc, os, resource, signal, socket, sys, threading
 def count():
@@ -74,7 +76,7 @@ sub = ctypes.c_int(); libc.prctl(37, ctypes.byref(sub)); print(name.value, dead.
 def lock(path):
     try: fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB); return 'free'
     except OSError as error: return error.errno
-print(lock('/opt/temper/init.pyc'), lock('/usr/bin/env'), lock('/tmp'), lock('/dev/shm'), os.listxattr('/tmp'))
+print(lock('/opt/temper/init.pyc'), lock('/opt/temper/etc/passwd'), lock('/tmp'), lock('/dev/shm'), os.listxattr('/tmp'))
 print(open(0, closefd=False).read(), sorted(os.listdir('/tmp')), os.listdir('/dev/shm'), len(sys.modules))
 """
 
@@ -82,7 +84,7 @@ POLLUTE = """
 import asyncio, atexit, builtins, ctypes, decimal, fcntl, gc, io, json, locale, mmap, os, random, resource, signal, sys, threading
 import time, warnings
 libc = ctypes.CDLL(None, use_errno=True)
-held = [os.open(p, os.O_RDONLY) for p in ('/opt/temper/init.pyc', '/usr/bin/env', '/tmp', '/dev/shm')]
+held = [os.open(p, os.O_RDONLY) for p in ('/opt/temper/init.pyc', '/opt/temper/etc/passwd', '/tmp', '/dev/shm')]
 for fd in held: fcntl.flock(fd, fcntl.LOCK_EX)
 for _ in range(4):
     if not os.fork():
@@ -131,24 +133,61 @@ def test_no_program_pollutes_what_the_next_one_is_a_fork_of(jails):
         assert found.stdout.decode().splitlines() == clean.stdout.decode().splitlines()
 
 
-MEET = """
-import os, socket, time
-server = socket.socket(socket.AF_UNIX)
-server.bind('\\0meeting'); server.listen(); server.settimeout(1.0)
-open('/dev/shm/meeting', 'w').write('x'); open('/tmp/meeting', 'w').write('x')
-print('there', flush=True)
-try: server.accept(); print('met')
-except TimeoutError: print('alone')
+# Locks on files of the read-only system are the one thing that programs at once share: so each knows that the other is there.
+LOCKS = """
+import fcntl, os, time
+here, gone = (os.open('/opt/temper/etc/' + name, os.O_RDONLY) for name in ('passwd', 'group'))
+def until(fd, taken):
+    while True:
+        try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError: found = True
+        else: found = fcntl.flock(fd, fcntl.LOCK_UN)
+        if bool(found) == taken: return
+        time.sleep(0.01)
 """
-CALL_OUT = """
-import os, socket, time
-end, found = time.monotonic() + 0.7, set()
-while time.monotonic() < end:
+MEET = (
+    LOCKS
+    + """
+import socket
+server = socket.socket(socket.AF_UNIX)
+server.bind('\\0meeting'); server.listen(); server.settimeout(0.0)
+open('/dev/shm/meeting', 'w').write('x'); open('/tmp/meeting', 'w').write('x')
+fcntl.flock(here, fcntl.LOCK_EX)
+until(gone, True)
+try: server.accept(); print('met')
+except BlockingIOError: print('alone')
+"""
+)
+CALL_OUT = (
+    LOCKS
+    + """
+import socket
+until(here, True)
+found = set()
+for _ in range(20):
     try: socket.socket(socket.AF_UNIX).connect('\\0meeting'); found.add('met')
     except OSError as error: found.add(error.errno)
-    time.sleep(0.01)
 print(found, os.listdir('/dev/shm'), os.path.exists('/tmp/meeting'))
+fcntl.flock(gone, fcntl.LOCK_EX)
+until(here, False)
 """
+)
+
+
+FIND = """
+import os, signal, sys
+print(sys.argv, sys.path, sorted(os.environ.items()), os.getcwd(), os.listdir('/tmp'), os.listdir('/dev/shm'), os.environb)
+print({key: repr(value) for key, value in vars(sys.modules['__main__']).items()}, sys._getframe(1).f_code.co_name)
+print([signal.getsignal(n) for n in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ)], os.popen('env | sort').read())
+"""
+
+
+def test_a_program_finds_the_same_in_every_mode() -> None:
+    """What a warm jail's init did beforehand is not to be seen."""
+    fresh, *others = (Jails(mode).run(Jails(mode).job(FIND))[0] for mode in ("fresh", "pool", "fork"))
+    assert fresh.outcome == "ok" and len(fresh.stdout.splitlines()) > 10, fresh
+    for found in others:
+        assert found.stdout.decode().splitlines() == fresh.stdout.decode().splitlines()
 
 
 DESCRIPTORS = """
@@ -173,8 +212,8 @@ def test_however_many_descriptors_a_worker_has_its_programs_get_none(jails, held
 
 
 def test_programs_that_run_at_once_do_not_meet(jails):
-    there, caller = jails.run(jails.job(MEET), jails.job(CALL_OUT))
-    assert there.stdout == b"there\nalone\n", there
+    there, caller = jails.run(*(jails.job(source, wall_s=60.0) for source in (MEET, CALL_OUT)))
+    assert there.stdout == b"alone\n", there
     assert caller.stdout == b"{111} [] False\n", caller
 
 

@@ -138,9 +138,8 @@ def test_kill_9_of_a_worker_mid_job_runs_the_job_on_the_other_one_and_sweeps_orp
         found, verdict = await farm.answer()
         assert (found, verdict.outcome) == (name, "ok"), verdict
         await until(lambda: not running(folder.name))
-        assert folder.exists(), "the dead worker's folder waits for the next start"
         await farm.start("three")
-        assert not folder.exists(), "swept"
+        assert not folder.exists(), "swept, by this one or by whoever started a worker on this host before"
         assert not list(Path("/sys/fs/cgroup").glob(f"**/{folder.name}"))
         marker = await farm.ask("print(1)", [TestCase(expected=b"1")])
         assert (await farm.answer())[0] == marker, "the killed job was answered once"
