@@ -14,7 +14,8 @@ _KNOWN = (
     (r"unrecognized arguments: (.*)", "it does not know a flag of the host file or of this Temper's"),
     (r"Model architectures .* are not supported|is not supported for now", "it does not know this model"),
     (r"NCCL error|CUDA error|device-side assert|no CUDA-capable device|No CUDA GPUs", "a GPU fault"),
-    (r"watchdog|Watchdog timeout", "its scheduler hung and its own watchdog ended it"),
+    (r"Watchdog timeout|watchdog timeout", "its scheduler hung and its own watchdog ended it"),
+    (r"Subprocess \S+ \(pid=\d+\) crashed with exit code", "one of its processes died"),
     (r"RuntimeError: (.*)|ValueError: (.*)|AssertionError: (.*)", "it raised an error"),
 )  # fmt: skip
 

@@ -28,9 +28,12 @@ from temper.common.process import follower
 
 CPU_SHIMS = Path(__file__).with_name("sglang_cpu")
 CPU_FLAGS = (
+    "--sleep-on-idle",  # a scheduler without work would spin on a core that others need
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-overlap-schedule", "--max-total-tokens", "65536"),
 )
+# A dying server would stay for 5 s, on a GPU for over a minute, to dump what hangs; its actor wants a new one.
+NO_POST_MORTEM = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
 RESERVED_TOKENS = 8  # SGLang refuses prompts of more than its context less 6 tokens
 TAIL_LINES = 20
 TAIL_BYTES = 64 << 10
@@ -89,7 +92,7 @@ class ServerProcess:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         if self.host.cpu:
             environment |= {"PYTHONPATH": str(CPU_SHIMS), "SGLANG_USE_CPU_ENGINE": "1"}
-        environment |= {**self.host.environment, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+        environment |= {**NO_POST_MORTEM, **self.host.environment, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
         self._starting = asyncio.ensure_future(self._spawn(environment))
         try:
             # shielded: a cancelled start would leave a process that nobody knows

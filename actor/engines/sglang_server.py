@@ -181,6 +181,9 @@ class Server:
                 if self.busy:
                     continue  # paused: it would not pass
                 if await self._hangs():
+                    await asyncio.wait({ended}, timeout=POLL_S)
+                    if ended.done():  # it was dying
+                        continue
                     return "the server does not answer any more"
                 if asked:
                     self._hand_back(returned)

@@ -367,7 +367,8 @@ def test_sigkill_of_the_server_mid_generation_loses_nothing(live: Live) -> None:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         restarts = engine.counts.restarts
         async with live.under_way(requests, killed=True) as running:
-            os.kill(max(family, key=lambda each: each.memory_info().rss).pid, signal.SIGKILL)
+            (scheduler,) = (each for each in family if "sglang::scheduler" in " ".join(each.cmdline()))
+            os.kill(scheduler.pid, signal.SIGKILL)
             assert not any(each.done() for each in running)
         for each, one in zip(requests, await asyncio.gather(*running), strict=True):
             assert one.finish_reason == "length" and len(one.ids) == 200

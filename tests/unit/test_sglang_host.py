@@ -107,6 +107,13 @@ def test_who_waits_is_woken_in_order_and_a_cancelled_one_passes_its_turn_on() ->
         (1, "ModuleNotFoundError: No module named 'xgrammar'", "lacks a module: run `temper engine install`"),
         (2, "launch_server.py: error: unrecognized arguments: --no-such", "does not know a flag"),
         (1, "x\nValueError: bad\ny", "it raised an error (ValueError: bad)"),
+        (
+            -9,
+            "Subprocess scheduler_0 (pid=7) crashed with exit code -9. Trig",
+            "one of its processes died (Subprocess sch",
+        ),
+        (-9, "Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft=False)", "its scheduler hung"),
+        (-9, "server_args=ServerArgs(watchdog_timeout=300, soft_watchdog_timeout=None)", "killed by SIGKILL"),
         (3, "nothing", "exit code 3"),
         (None, "", "does not answer"),
     ],

@@ -1,10 +1,13 @@
-"""Two things that SGLang needs beside a CPU build of torch.
+"""What SGLang needs beside a CPU build of torch, and what it can spare there.
 
 torchvision is imported at start-up and never used here. It registers fake kernels for operators of its compiled extension;
 without that extension their schemas are missing and the import fails. The schemas alone are defined here, right before.
 
 The routed experts of a mixture are kept in host memory that SGLang pins with CUDA whatever the device is. Without a GPU
 there is nothing to pin it for: buffers of the device "cpu" are plain memory.
+
+A server is three processes, and each imports everything for itself (a dozen seconds of cpu) because CUDA does not outlive a
+fork. Without it the scheduler and the detokenizer are forks of the first one, before that has a loop or a pool of threads.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -67,4 +71,12 @@ class _AfterHostPools(importlib.abc.MetaPathFinder):
         return spec
 
 
+def _fork_instead(set_start_method: Callable[..., None]) -> Callable[..., None]:
+    def forked(method: str | None, force: bool = False) -> None:
+        set_start_method("fork", force=force)
+
+    return forked
+
+
+multiprocessing.set_start_method = _fork_instead(multiprocessing.set_start_method)
 sys.meta_path[:0] = [_BeforeTorchvision(), _AfterHostPools()]
