@@ -15,7 +15,7 @@ from pathlib import Path
 from temper.common.daemon import Daemon, run_daemon
 from temper.common.errors import ConfigError, TemperError
 from temper.common.keys import BrokerKeys, load_broker
-from temper.common.process import report
+from temper.common.process import keep_freed_memory, report
 from temper.common.recipe import load
 from temper.common.sockets import parse_address, require_keys
 
@@ -60,6 +60,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
+    keep_freed_memory()
     options, overrides = arguments().parse_known_args(argv)
     try:
         run_dir = options.run.absolute()

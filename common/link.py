@@ -130,10 +130,7 @@ class Link:
             last = len(frames) - 1
             for index, frame in enumerate(frames):
                 copy = type(frame) is bytes and len(frame) < COPY_BELOW_BYTES
-                if copy:
-                    _send(socket, frame, MORE if index < last else NOBLOCK, True)
-                else:
-                    self.socket.send(frame, MORE if index < last else NOBLOCK, copy=False)
+                _send(socket, frame, MORE if index < last else NOBLOCK, copy)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

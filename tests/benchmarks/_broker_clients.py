@@ -259,6 +259,34 @@ def timed(folder: str, peers: int, slots: int, nbytes: int, rate: float, message
     sys.stdin.readline()
 
 
+def bare(folder: str, slots: int) -> None:
+    """In place of a broker, for `timed`: a ROUTER that answers each message as soon as it has read it, and does nothing with it."""
+    socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
+    os.makedirs(folder, exist_ok=True)
+    socket.bind(f"ipc://{folder}/control.sock")
+    leases: dict[bytes, int] = {}
+    taken: dict[bytes, int] = {}
+
+    def send(peer: bytes, body: Any, sequence: int = 0) -> None:
+        meta = pack_meta(body)
+        socket.send_multipart([peer, pack_fields(body.KIND, 0, 0, EPOCH, sequence, len(meta)), meta])
+
+    while True:
+        peer, header, *_ = socket.recv_multipart()
+        kind, flags, _, _, sequence, _ = unpack_fields(header)
+        if kind == Hello.KIND:
+            send(peer, Welcome("bare", "", 0, 1.0, limit_messages=2**40, limit_bytes=2**50))
+            leases[peer] = taken[peer] = 0
+        elif sequence:
+            send(peer, Ack(sequence, 2**40, 2**50))
+            taken[peer] += (flags or 1) * (kind == Samples.KIND)
+        while leases[peer] - taken[peer] // SAMPLES_PER_GROUP < slots:
+            leases[peer] += 1
+            indices = list(range(SAMPLES_PER_GROUP))
+            lease = Lease(leases[peer], 1, LINEAGE, "train", "reverse", 0, leases[peer], indices, 0, None, 60.0)
+            send(peer, lease, leases[peer])
+
+
 def learner(folder: str, samples: int, report: Any) -> None:
     """Takes groups until `samples` have come after a tenth of them; tells when it begins and ends to count."""
     line = Line(folder, "learner", "learner", 0)
@@ -324,6 +352,8 @@ if __name__ == "__main__":
         peers, slots, nbytes, rate, messages = rest
         to_parent = lambda text: print(text, flush=True)  # noqa: E731
         timed(folder, int(peers), int(slots), int(nbytes), float(rate), int(messages), to_parent)
+    elif role == "bare":
+        bare(folder, int(rest[0]))
     elif role == "stopped":
         stopped(folder)
     else:

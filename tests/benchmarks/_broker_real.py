@@ -129,18 +129,26 @@ def best(durability: str, samples: int, payload: int, repeat: int, **options: in
 
 
 def acknowledged(durability: str, messages: int, payload: int, rate: float, peers: int = 4) -> dict[str, Any]:
-    """How long a sample takes to be acknowledged while `rate` a second come, one a message."""
-    leases = GROUPS_PER_STEP * (STALENESS + 1)
-    work = peers, -(-leases // peers), payload, rate, messages
-    with serving(durability) as (address, broker):
-        learner = "learner", address, 100 * messages  # goes on for longer than there will be groups
-        with clients(learner, ("timed", address, *work)) as (_, actors):
-            assert actors.stdout is not None
-            before = cpu_s(broker)
-            measured, p50, p99 = map(float, actors.stdout.readline().split())
-            used = cpu_s(broker) - before
+    """How long a sample takes to be acknowledged while `rate` a second come, one a message; with durability "none" by a ROUTER
+    that does nothing else."""
+    slots = -(-GROUPS_PER_STEP * (STALENESS + 1) // peers)
+    work = peers, slots, payload, rate, messages
+    bare = durability == "none"
+    with contextlib.ExitStack() as stack:
+        if bare:
+            address = f"{stack.enter_context(tempfile.TemporaryDirectory(prefix='bench'))}/socket"
+            helper: Sequence[Any] = ("bare", address, slots)
+        else:
+            address, broker = stack.enter_context(serving(durability))
+            helper = ("learner", address, 100 * messages)  # goes on for longer than there will be groups
+        other, actors = stack.enter_context(clients(helper, ("timed", address, *work)))
+        process = psutil.Process(other.pid) if bare else broker
+        assert actors.stdout is not None
+        before = cpu_s(process)
+        measured, p50, p99 = map(float, actors.stdout.readline().split())
+        used = cpu_s(process) - before
     return {
-        "relay": f"broker, {durability}, acknowledged",
+        "relay": "a ROUTER that answers" if bare else f"broker, {durability}, acknowledged",
         "bytes": payload,
         "messages": messages,
         "peers": peers,
