@@ -232,12 +232,16 @@ class ControlDesk:
             places = [[i] for i in range(len(bodies))]
         arrivals = [run.arrival(bodies, place) for place in places]
         actions = self.core.on(ev.SamplesBatch(arrivals), time.monotonic())
-        turn, apart = self.commits.turn, []
+        turn, metas, frames, apart = self.commits.turn, run.metas, run.frames, []
         accepted = refused = 0
         for place, arrival, verdict in zip(places, arrivals, actions, strict=False):
             if type(verdict) is ev.Store:
-                indices = [tuple([sample.index for sample in bodies[i].samples]) for i in place]
-                messages = [(run.metas[i], run.frames[i]) for i in place]
+                indices: list[tuple[int, ...]]
+                if len(arrival.samples) == len(place):  # one sample a message
+                    indices = [(index,) for index in verdict.indices]
+                else:
+                    indices = [tuple([sample.index for sample in bodies[i].samples]) for i in place]
+                messages = [(metas[i], frames[i]) for i in place]
                 stored = self.ledger.store_run(arrival.lease_id, indices, messages, arrival.nbytes)
                 if type(stored) is not Accepted:
                     raise AssertionError(f"ledger and core do not agree about lease {arrival.lease_id}: {stored}")

@@ -70,9 +70,9 @@ class GroupBook:
 
     def create(self, group_id: int, lane: Lane, domain: str) -> None:
         """The group of a new lease."""
-        record = GroupRecord(group_id, lane, domain)
-        self.groups[group_id] = record
-        self._enter(record, "assembling")
+        record = self.groups[group_id] = self.dirty[group_id] = GroupRecord(group_id, lane, domain)
+        self.counts[lane]["assembling"] += 1
+        self._list(record)
 
     def ahead(self, group_id: int, lane: str) -> int:
         """Active groups of the lane with a lower id."""
@@ -136,29 +136,29 @@ class GroupBook:
         return total
 
     def _move(self, record: GroupRecord, state: GroupStateName) -> None:
-        self.counts[record.lane][record.state] -= 1
-        self._unlist(record)
-        self._enter(record, state)
-
-    def _enter(self, record: GroupRecord, state: GroupStateName) -> None:
+        counts = self.counts[record.lane]
+        counts[record.state] -= 1
+        counts[state] += 1
+        stays = record.state in ACTIVE and state in ACTIVE
+        self._unlist(record, stays)
         record.state = state
-        self.counts[record.lane][state] += 1
-        self._list(record)
+        self._list(record, stays)
         self.dirty[record.group_id] = record
 
     def _place(self, record: GroupRecord) -> tuple[int, int]:
         return (record.group_id if self.lease_order else record.order, record.group_id)
 
-    def _list(self, record: GroupRecord) -> None:
-        if record.state in ACTIVE:
+    def _list(self, record: GroupRecord, stays: bool = False) -> None:
+        """Put the record where its state belongs; `stays`: it was active and is not taken from these."""
+        if record.state in ACTIVE and not stays:
             insort(self.active[record.lane], record.group_id)
         if record.state == "assembling":
             insort(self._assembling[record.lane], record.group_id)
         elif record.state == "queued":
             insort(self._queue[record.lane], self._place(record))
 
-    def _unlist(self, record: GroupRecord) -> None:
-        if record.state in ACTIVE:
+    def _unlist(self, record: GroupRecord, stays: bool) -> None:
+        if record.state in ACTIVE and not stays:
             _remove(self.active[record.lane], record.group_id)
         if record.state == "assembling":
             _remove(self._assembling[record.lane], record.group_id)

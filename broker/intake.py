@@ -83,14 +83,13 @@ class Messages(msgspec.Struct, gc=False):
 
     def arrival(self, bodies: Sequence[Intake], places: Sequence[int]) -> SamplesArrived:
         """What the core is told of those at `places`, all of one attempt."""
-        first = bodies[places[0]]
-        if len(places) == 1:
-            samples, nbytes = first.samples, self.sizes[places[0]] - len(self.metas[places[0]])
-        else:
+        at = places[0]
+        first, nbytes = bodies[at], self.sizes[at] - len(self.metas[at])
+        samples = first.samples
+        if len(places) > 1:
             samples = [sample for i in places for sample in bodies[i].samples]
             nbytes = sum([self.sizes[i] - len(self.metas[i]) for i in places])
-        key = self.keys[places[0]]
-        return SamplesArrived(key, first.lease_id, first.attempt, samples, nbytes, joined=len(places) > 1)
+        return SamplesArrived(self.keys[at], first.lease_id, first.attempt, samples, nbytes, joined=len(places) > 1)
 
     def only(self, places: Sequence[int]) -> Messages:
         """Those at `places`."""
@@ -263,8 +262,7 @@ def _alike(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> tuple[l
     others: list[int] = []
     encoded: msgspec.Raw | None = None
     alike: Alike | None = None
-    count = size = 0
-    for i, body in enumerate(bodies):
+    for i, (body, own) in enumerate(zip(bodies, frames, strict=True)):
         if body.arrays != encoded:
             encoded = body.arrays
             alike, layout = found.get(bytes(encoded)), _layouts.get(bytes(encoded))
@@ -272,7 +270,8 @@ def _alike(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> tuple[l
                 alike = found[bytes(encoded)] = Alike(layout)
             if alike is not None:
                 count, size = alike.layout.count, alike.layout.nbytes[0]
-        own, samples = frames[i], body.samples
+                places, whole, facts = alike.places, alike.frames, alike.facts
+        samples = body.samples
         if alike is not None and len(own) == len(samples) == 1:
             frame, meta = own[0], samples[0]
             runs = meta.version_runs
@@ -283,11 +282,12 @@ def _alike(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> tuple[l
                 and runs[0][2] == count
                 and not meta.step_rewards
             ):
-                alike.places.append(i)
-                alike.frames.append(frame)
-                alike.facts += meta.components.values()
+                places.append(i)
+                whole.append(frame)
+                if meta.components:
+                    facts += meta.components.values()
                 if meta.reward is not None:
-                    alike.facts.append(meta.reward)
+                    facts.append(meta.reward)
                 continue
         others.append(i)
     return list(found.values()), others

@@ -89,8 +89,10 @@ class PayloadStore:
 
     def place(self, everything: bool) -> list[Run]:
         """Queue unwritten parts for their segments: all, or the oldest leases that the cache has no room for."""
-        runs = []
+        runs: list[Run] = []
         excess = self.cached_bytes - self.cache_bytes
+        if not everything and excess <= 0:
+            return runs
         for lease_id in list(self._unwritten):
             if not everything and excess <= 0:
                 break
@@ -131,7 +133,7 @@ class PayloadStore:
         if shelf is None:
             return []
         if lease_id in self._cached and None not in shelf.messages:
-            return [message for message in shelf.messages if message is not None]
+            return shelf.messages.copy()  # type: ignore[return-value]
         found: list[Message] = []
         evicted, refs = shelf.messages.count(None), iter(shelf.refs)
         while len(found) < evicted:

@@ -118,6 +118,8 @@ class Line:
         except zmq.Again:
             return None
         kind, flags, _, _, sequence, size = unpack_fields(parts[0].bytes)
+        if 0 < sequence <= self.received:
+            return 0, b""  # sent again, because its acknowledgement was late
         meta = parts[1].bytes
         if flags:
             sizes, metas, _ = burst.divide(flags, kind, [part.bytes for part in parts[1:]])
