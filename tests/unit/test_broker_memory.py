@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from temper.broker.ledger import Ledger
 from temper.common import schema
 from temper.common.arrays import pack_arrays
 from temper.common.config import Pacing, Recipe, Run
-from temper.common.delivery import Delivery
+from temper.common.delivery import Delivery, DeliveryRun
 from temper.common.metrics import Meter
 from temper.common.wire import pack_meta, unpack_meta
 
@@ -130,6 +131,33 @@ def test_a_thousand_steps_of_a_mebibyte_leave_nothing_behind(tmp_path: Path) -> 
     assert rss() - before < 20 * MIB
     assert len(desk.core.leases.leases) < 20
     assert sum(file.stat().st_size for file in (tmp_path / "segments").iterdir()) < 100 * MIB
+
+
+def test_samples_of_one_burst_are_kept_as_if_each_had_come_alone(tmp_path: Path) -> None:
+    """Interleaved leases, a repeat and an index that there is not."""
+    desk = Desk(tmp_path, 8 * MIB, groups_per_step=4)
+    desk.say(LEARNER, schema.LearnerReady(1, None, 0, 0))
+    desk.say(LEARNER, schema.Phase("train", {"a": (0, 1.0)}, 4, 2))
+    desk.say(LEARNER, schema.Demand("train", 4))
+    leases = [body for _, body, _ in desk.wire.take() if isinstance(body, schema.Lease)]
+    metas, frames = [], []
+    for lease, index in [(0, 0), (1, 0), (0, 0), (2, 0), (0, 1), (2, 7), (1, 1), (2, 0)]:
+        body, own = sample(leases[lease], 90)
+        (meta,) = body.samples
+        meta = msgspec.structs.replace(meta, index=index, reward=float(index), correct=bool(index))
+        metas.append(pack_meta(msgspec.structs.replace(body, samples=[meta])))
+        frames.append(own)
+    sizes = [len(meta) + len(own[0]) for meta, own in zip(metas, frames, strict=True)]
+    desk.desk.on_batch([DeliveryRun(ACTOR, schema.Samples.KIND, len(metas), sizes, metas, frames)])
+    told = [body for _, body, _ in desk.wire.take()]
+    groups = {body.group_id: len(body.parts) for body in told if isinstance(body, schema.Group)}
+    assert groups == {leases[0].lease_id: 2, leases[1].lease_id: 2}
+    (refused,) = (body for body in told if isinstance(body, schema.SampleRefused))
+    assert (refused.lease_id, refused.reason[:18]) == (leases[2].lease_id, "sample indices [7]")
+    assert dict(desk.desk.samples) == {"accepted": 5, "refused": 1}
+    assert desk.core.leases.leases[leases[2].lease_id].have == {0}
+    parts = [part for part, _ in desk.ledger.read(leases[0].lease_id)]
+    assert [part.samples[0].index for part in parts] == [0, 1]
 
 
 @pytest.mark.parametrize("cap", [4 * MIB])
