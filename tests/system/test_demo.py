@@ -70,9 +70,9 @@ def test_five_daemons_by_hand_with_a_second_actor_and_a_killed_one(fleet: Any, a
 
 
 def test_four_steps_of_staleness_still_learn(fleet: Any) -> None:
-    # As many groups are sampled at once as may be ahead of the learner: then their tokens are old by Little's law, and not
-    # only where the learner is slower than the actor.
-    wide = ("--engine.leases_in_flight=80", "--engine.max_rows=1280")
+    # Two and a half steps' groups are sampled at once: then their tokens are old by Little's law, and not only where the
+    # learner is slower than the actor.
+    wide = ("--engine.leases_in_flight=40", "--engine.max_rows=640")
     fleet.broker("demo", "--pacing.max_staleness=4", "--run.seed=3", *wide)
     fleet.peer("sandbox-1", "temper.sandbox")
     fleet.learner()
