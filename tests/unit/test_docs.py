@@ -12,7 +12,7 @@ from temper.common.errors import ConfigError
 from temper.common.recipe import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("[!.]*/README.md"))]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 
 
