@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from temper.actor.engines.sglang_causes import cause_of
 from temper.actor.engines.sglang_host import SglangHost, check, read_key
+from temper.actor.engines.sglang_process import CPU_SHIMS
 from temper.actor.engines.sglang_rows import Rows
 from temper.actor.host import load_host
 from temper.common.errors import ConfigError
@@ -120,3 +124,39 @@ def test_who_waits_is_woken_in_order_and_a_cancelled_one_passes_its_turn_on() ->
 )
 def test_the_cause_in_words(exit_code: int | None, tail: str, words: str) -> None:
     assert words in cause_of(exit_code, tail)
+
+
+STARTS = """
+import multiprocessing, threading
+
+def tell():
+    print("fork" if "inherited" in globals() else "spawn", flush=True)
+
+def start():
+    process = multiprocessing.Process(target=tell)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+if __name__ == "__main__":
+    inherited = True
+    multiprocessing.set_start_method("spawn", force=True)  # as SGLang does
+    start()
+    over = threading.Event()
+    threading.Thread(target=over.wait).start()
+    start()
+    over.set()
+"""
+
+
+def test_a_server_on_cpu_forks_its_processes_only_while_it_has_one_thread(tmp_path: Path) -> None:
+    (tmp_path / "starts.py").write_text(STARTS)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "starts.py"],
+        env=os.environ | {"PYTHONPATH": str(CPU_SHIMS)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == ["fork", "spawn"]

@@ -7,7 +7,8 @@ The routed experts of a mixture are kept in host memory that SGLang pins with CU
 there is nothing to pin it for: buffers of the device "cpu" are plain memory.
 
 A server is three processes, and each imports everything for itself (a dozen seconds of cpu) because CUDA does not outlive a
-fork. Without it the scheduler and the detokenizer are forks of the first one, before that has a loop or a pool of threads.
+fork. Without it they are forks of the first one while that has a single thread, and start anew otherwise: a fork copies the
+locks that other threads hold.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import multiprocessing
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -71,12 +73,12 @@ class _AfterHostPools(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _fork_instead(set_start_method: Callable[..., None]) -> Callable[..., None]:
-    def forked(method: str | None, force: bool = False) -> None:
-        set_start_method("fork", force=force)
+def _start(process: Any) -> Any:
+    alone = len(os.listdir("/proc/self/task")) == 1
+    context: Any = multiprocessing.get_context("fork" if alone else "spawn")
+    return context.Process._Popen(process)
 
-    return forked
 
-
-multiprocessing.set_start_method = _fork_instead(multiprocessing.set_start_method)
+_process_type: Any = multiprocessing.Process
+_process_type._Popen = staticmethod(_start)
 sys.meta_path[:0] = [_BeforeTorchvision(), _AfterHostPools()]
