@@ -234,8 +234,10 @@ def test_a_flood_after_the_end_never_passes_the_limit(batch: Batch) -> None:
 
 
 def test_memory_in_sockets_is_memory_too_or_bounded_by_descriptors(batch: Batch) -> None:
+    """It ends at a limit: the descriptors', as it says then, or memory's, or time's, also while its sockets are freed."""
     verdict = batch.verdicts["memory_in_sockets"]
-    assert (verdict.outcome, verdict.stdout) in (("memory", b""), ("ok", b"True\n"), ("timeout", b"")), verdict
+    assert verdict.outcome in ("ok", "memory", "timeout"), verdict
+    assert verdict.stdout == b"True\n" or (verdict.stdout == b"" and verdict.outcome != "ok"), verdict
     assert (verdict.peak_bytes or 0) <= 128 << 20
 
 

@@ -342,9 +342,8 @@ def test_a_server_that_never_starts_is_an_environment_fault(tmp_path: Path, caps
             await engine.start()
         assert "sglang| no such device" in capsys.readouterr().err
         await engine.close()
-        other = SglangEngine(
-            SglangHost(python="/no/such/python"), ServerShape("float32", 4, 512), {}, 64, recompute=False
-        )
+        host, files = SglangHost(python="/no/such/python"), {"config.json": b"{}"}
+        other = SglangEngine(host, ServerShape("float32", 4, 512), files, 64, recompute=False)
         with pytest.raises(EnvironmentFault, match="engine install"):
             await other.start()
         await other.close()
