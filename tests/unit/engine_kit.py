@@ -39,15 +39,15 @@ def model_of(seed: int, config: PretrainedConfig = CONFIG) -> Any:
         return model
 
 
-def sealed(parameters: Mapping[str, Tensor], ordinal: int, base: Weights | None = None) -> Weights:
+def sealed(parameters: Mapping[str, Tensor], ordinal: int, base: Weights | None = None, lineage: int = 77) -> Weights:
     tensors = {
         name: TensorBits("float32", tuple(tensor.shape), bits(tensor).copy()) for name, tensor in parameters.items()
     }
-    return seal(ordinal, 77, tensors, base)
+    return seal(ordinal, lineage, tensors, base)
 
 
-def version_of(model: Any, ordinal: int, base: Weights | None = None) -> Weights:
-    return sealed({name: p.detach().contiguous() for name, p in model.named_parameters()}, ordinal, base)
+def version_of(model: Any, ordinal: int, base: Weights | None = None, lineage: int = 77) -> Weights:
+    return sealed({name: p.detach().contiguous() for name, p in model.named_parameters()}, ordinal, base, lineage)
 
 
 def update_to(new: Weights, base: Weights | None = None) -> StagedUpdate:

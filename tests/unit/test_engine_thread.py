@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from temper.actor.engines.base import Cancel, GenerateRequest, Generation, SamplingParams
+from temper.actor.engines.base import Cancel, GenerateRequest, Generation
 from temper.actor.engines.embedded import EmbeddedEngine
-from temper.actor.engines.overwrite import bits
-from temper.common.bits import TensorBits, Weights, seal
-from temper.common.delta import StagedUpdate, encode, stage
+from temper.common.bits import Weights
+from temper.common.delta import encode, stage
 from temper.common.errors import ConfigError, EngineError
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import engine_kit as kit
 
 CONFIG = LlamaConfig(
     vocab_size=40,
@@ -34,34 +38,23 @@ def engine(**changes: Any) -> EmbeddedEngine:
 
 
 def version(ordinal: int) -> Weights:
-    torch.manual_seed(ordinal)
-    parameters = dict(LlamaForCausalLM(CONFIG).named_parameters())
-    tensors = {n: TensorBits("float32", tuple(p.shape), bits(p.detach()).copy()) for n, p in parameters.items()}
-    return seal(ordinal, 5, tensors)
-
-
-def full(weights: Weights) -> StagedUpdate:
-    return stage(list(encode(None, weights)), None)
-
-
-def ask(ids: list[int], **params: Any) -> GenerateRequest:
-    return GenerateRequest(ids, SamplingParams(**({"max_new_tokens": 8} | params)))
+    return kit.version_of(kit.model_of(ordinal, CONFIG), ordinal, lineage=5)
 
 
 def test_generate_apply_and_close() -> None:
     async def scenario() -> None:
         made = engine()
-        early = asyncio.ensure_future(made.generate(ask([1, 2], seed=1)))
-        digest = await made.apply(full(version(0)))
+        early = asyncio.ensure_future(made.generate(kit.ask([1, 2], seed=1)))
+        digest = await made.apply(kit.update_to(version(0)))
         assert made.version is not None and made.version.digest == digest
-        many = await asyncio.gather(early, *(made.generate(ask([1, 2], seed=s)) for s in range(2, 12)))
+        many = await asyncio.gather(early, *(made.generate(kit.ask([1, 2], seed=s)) for s in range(2, 12)))
         assert [len(one.ids) for one in many] == [8] * 11
         assert all(one.version_runs == [(5, 0, 8)] for one in many)
         assert made.counts.sampled_tokens == 88 and made.counts.swaps == 1
         assert made.caps.seeded and made.caps.in_flight and made.caps.support_ids and not made.caps.batch_invariant
         await made.close()
         with pytest.raises(EngineError, match="closed"):
-            await made.generate(ask([1]))
+            await made.generate(kit.ask([1]))
 
     asyncio.run(scenario())
 
@@ -71,8 +64,8 @@ def test_the_loop_is_free_while_the_engine_decodes() -> None:
 
     async def scenario() -> None:
         made = engine(max_length_tokens=64)
-        await made.apply(full(version(0)))
-        running = asyncio.ensure_future(made.generate(ask([1], max_new_tokens=60)))
+        await made.apply(kit.update_to(version(0)))
+        running = asyncio.ensure_future(made.generate(kit.ask([1], max_new_tokens=60)))
         turns = 0
         while not running.done():
             await asyncio.sleep(0)
@@ -86,22 +79,22 @@ def test_the_loop_is_free_while_the_engine_decodes() -> None:
 def test_cancel_gives_the_partial_result_and_a_cancelled_caller_frees_its_row() -> None:
     async def scenario() -> None:
         made = engine(max_rows=2, max_length_tokens=20_000)
-        await made.apply(full(version(0)))
+        await made.apply(kit.update_to(version(0)))
         cancel = Cancel()
-        running = asyncio.ensure_future(made.generate(ask([1], max_new_tokens=19_000), cancel))
+        running = asyncio.ensure_future(made.generate(kit.ask([1], max_new_tokens=19_000), cancel))
         await asyncio.sleep(0)  # it is submitted first
-        await made.generate(ask([2], max_new_tokens=4))
+        await made.generate(kit.ask([2], max_new_tokens=4))
         cancel.set()
         partial = await running
         assert partial.finish_reason == "abort" and 3 <= len(partial.ids) < 19_000
-        abandoned = asyncio.ensure_future(made.generate(ask([1], max_new_tokens=19_000)))
+        abandoned = asyncio.ensure_future(made.generate(kit.ask([1], max_new_tokens=19_000)))
         await asyncio.sleep(0)
         abandoned.cancel()
-        fill = [made.generate(ask([2], max_new_tokens=2)) for _ in range(2)]
+        fill = [made.generate(kit.ask([2], max_new_tokens=2)) for _ in range(2)]
         assert [len(one.ids) for one in await asyncio.gather(*fill)] == [2, 2] and abandoned.cancelled()
         already = Cancel()
         already.set()
-        none = await made.generate(ask([1]), already)
+        none = await made.generate(kit.ask([1]), already)
         assert none.finish_reason == "abort" and none.ids == []
         await made.close()
 
@@ -111,10 +104,10 @@ def test_cancel_gives_the_partial_result_and_a_cancelled_caller_frees_its_row() 
 def test_close_returns_what_runs_as_aborted() -> None:
     async def scenario() -> list[Generation]:
         made = engine(max_rows=2, max_length_tokens=20_000)
-        await made.apply(full(version(0)))
-        running = [asyncio.ensure_future(made.generate(ask([1], max_new_tokens=19_000)))]
-        running.append(asyncio.ensure_future(made.generate(ask([1], max_new_tokens=4))))
-        running += [asyncio.ensure_future(made.generate(ask([s], max_new_tokens=19_000))) for s in (2, 3)]
+        await made.apply(kit.update_to(version(0)))
+        running = [asyncio.ensure_future(made.generate(kit.ask([1], max_new_tokens=19_000)))]
+        running.append(asyncio.ensure_future(made.generate(kit.ask([1], max_new_tokens=4))))
+        running += [asyncio.ensure_future(made.generate(kit.ask([s], max_new_tokens=19_000))) for s in (2, 3)]
         await running.pop(1)
         await made.close()
         return await asyncio.gather(*running)
@@ -127,13 +120,13 @@ def test_close_returns_what_runs_as_aborted() -> None:
 @pytest.mark.parametrize(
     ("request_", "named"),
     [
-        (ask([]), "prompt of 0 tokens"),
-        (ask([1] * 64), "prompt of 64 tokens"),
-        (ask([40]), "outside 0..39"),
-        (ask([1], max_new_tokens=0), "max_new_tokens"),
-        (ask([1], temperature=-1.0), "temperature"),
-        (ask([1], top_p=0.0), "top_p"),
-        (ask([1], seed=-1), "seed"),
+        (kit.ask([]), "prompt of 0 tokens"),
+        (kit.ask([1] * 64), "prompt of 64 tokens"),
+        (kit.ask([40]), "outside 0..39"),
+        (kit.ask([1], max_new_tokens=0), "max_new_tokens"),
+        (kit.ask([1], temperature=-1.0), "temperature"),
+        (kit.ask([1], top_p=0.0), "top_p"),
+        (kit.ask([1], seed=-1), "seed"),
     ],
 )
 def test_impossible_requests_are_refused(request_: GenerateRequest, named: str) -> None:
@@ -149,19 +142,19 @@ def test_impossible_requests_are_refused(request_: GenerateRequest, named: str) 
 def test_a_failed_thread_fails_all_requests_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         made = engine()
-        await made.apply(full(version(0)))
+        await made.apply(kit.update_to(version(0)))
 
         def broken(*arguments: object) -> None:
             raise RuntimeError("bad memory")
 
         monkeypatch.setattr(made._decoder.model, "decode", broken)
-        results = await asyncio.gather(*(made.generate(ask([1])) for _ in range(3)), return_exceptions=True)
+        results = await asyncio.gather(*(made.generate(kit.ask([1])) for _ in range(3)), return_exceptions=True)
         assert all(isinstance(one, EngineError) and "bad memory" in str(one) for one in results)
         assert isinstance(made.failure, RuntimeError)
         with pytest.raises(EngineError, match="bad memory"):
-            await made.generate(ask([1]))
+            await made.generate(kit.ask([1]))
         with pytest.raises(EngineError, match="bad memory"):
-            await made.apply(full(version(1)))
+            await made.apply(kit.update_to(version(1)))
         await made.close()
 
     asyncio.run(scenario())
@@ -170,11 +163,11 @@ def test_a_failed_thread_fails_all_requests_with_its_cause(monkeypatch: pytest.M
 def test_a_refused_update_leaves_the_engine_running() -> None:
     async def scenario() -> None:
         made = engine()
-        await made.apply(full(version(0)))
+        await made.apply(kit.update_to(version(0)))
         base, new = version(3), version(4)
         with pytest.raises(EngineError, match="fetch a full copy"):
             await made.apply(stage(list(encode(base, new)), base))
-        assert len((await made.generate(ask([1]))).ids) == 8
+        assert len((await made.generate(kit.ask([1]))).ids) == 8
         await made.close()
 
     asyncio.run(scenario())
