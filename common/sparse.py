@@ -25,7 +25,7 @@ from temper.common.float_bits import class_count, classes, moved, steps
 from temper.common.squeeze import squeeze, unsqueeze
 
 CLASSES = 12  # that a piece may tell apart below the bound; what is lower counts as one
-WRITTEN_CLASSES = 1  # that are told apart here: each takes a pass; four would save a tenth to a quarter of the bytes
+WRITTEN_CLASSES = 1  # that are told apart here: each saves bytes and takes a pass over the base
 SCAN_BITS = 0.5  # what looking at a hot value must save: the time of a pass, in bits
 HOT_FROM_VALUES = 1 << 12  # smaller pieces aren't worth a look at their classes
 CLASS_BITS = 40.0  # what a class costs in parameters
