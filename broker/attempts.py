@@ -58,8 +58,8 @@ class Attempts:
         return []
 
     def batch(self, arrivals: Sequence[SamplesArrived]) -> list[Action]:
-        """Samples as they came, in order: first what becomes of each, then what follows from it. `ended`: of a lease that is
-        not out, or is not any more."""
+        """Samples as they came, in order: first what becomes of each, then what follows from it: the last missing one
+        completes the lease. `ended`: of a lease that is not out, or is not any more."""
         followed: list[Action] = []
         found: list[Action] = []
         self.ended = False
@@ -67,64 +67,43 @@ class Attempts:
         for event in arrivals:
             samples, lease_id = event.samples, event.lease_id
             record = leases.get(lease_id)
-            if (  # what comes most: one new sample, not the last one, of an attempt that is out with that peer
+            indices = (samples[0].index,) if len(samples) == 1 else tuple([sample.index for sample in samples])
+            if (  # what comes most: new samples of an attempt that is out with that peer
                 record is not None
-                and len(samples) == 1
                 and record.attempt_state == "out"
                 and record.attempt == event.attempt
                 and record.peer == event.peer
-                and (index := samples[0].index) not in (have := record.have)
-                and 0 <= index < record.size
-                and len(have) + 1 < record.size
+                and indices
+                and (have := record.have).isdisjoint(indices)
+                and min(indices) >= 0
+                and max(indices) < record.size
+                and (len(indices) == 1 or len(set(indices)) == len(indices))
             ):
-                have.add(index)
+                have.update(indices)
                 group = dirty[lease_id] = groups[lease_id]
                 group.add(samples, event.nbytes)
-                found.append(Store(lease_id, (index,)))
+                found.append(Store(lease_id, indices))
+                if len(have) == record.size:
+                    self.ended = True
+                    followed += self.fates.complete(record)
             else:
-                found.append(self._samples(event, followed))
+                found.append(self._not_stored(record, event, indices))
         return found + followed
 
-    def _samples(self, event: SamplesArrived, followed: list[Action]) -> Action:
-        """Store, ignore (a repeated message) or refuse them; the last missing one completes the lease."""
-        run, lease_id, peer = self.run, event.lease_id, event.peer
-        record = run.leases.leases.get(lease_id)
-        samples = event.samples
-        indices = tuple([sample.index for sample in samples])
-        if event.joined and not self._storable(record, event, indices):
+    def _not_stored(self, record: LeaseRecord | None, event: SamplesArrived, indices: tuple[int, ...]) -> Action:
+        """Ignore samples (a repeated message) or refuse them; joined ones come again one by one."""
+        lease_id, peer = event.lease_id, event.peer
+        if event.joined:
             return Apart(lease_id)
         if record is None or not record.out or record.attempt != event.attempt or record.peer != peer:
             self.ended = True
             if record is not None and record.last_peer == peer and record.have.issuperset(indices):
                 return Ignore(lease_id, indices)
             return RefuseAttempt(peer, lease_id, event.attempt, ABANDONED)
-        have, size = record.have, record.size
-        if have.issuperset(indices):
+        if record.have.issuperset(indices):
             return Ignore(lease_id, indices)
-        if len(indices) == 1:
-            wrong = not 0 <= indices[0] < size
-        else:
-            wrong = min(indices) < 0 or max(indices) >= size or len(have.union(indices)) != len(have) + len(indices)
-        if wrong:
-            reason = f"sample indices {list(indices)}, missing are {record.missing}"
-            return RefuseAttempt(peer, lease_id, event.attempt, reason)
-        have.update(indices)
-        run.groups.add(lease_id, event.samples, event.nbytes)
-        if len(have) == size:
-            self.ended = True
-            followed += self.fates.complete(record)
-        return Store(lease_id, indices)
-
-    def _storable(self, record: LeaseRecord | None, event: SamplesArrived, indices: tuple[int, ...]) -> bool:
-        """Whether every one of the samples is to be stored."""
-        return (
-            record is not None
-            and record.out
-            and record.attempt == event.attempt
-            and record.peer == event.peer
-            and 0 <= min(indices) <= max(indices) < record.size
-            and len(record.have.union(indices)) == len(record.have) + len(indices)
-        )
+        reason = f"sample indices {list(indices)}, missing are {record.missing}"
+        return RefuseAttempt(peer, lease_id, event.attempt, reason)
 
     def holding(self, peer: PeerKey, body: schema.Holding) -> list[Action]:
         """What the peer still works on after this broker came back: what it never got goes out again, what it should not

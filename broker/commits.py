@@ -14,7 +14,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from temper.broker import events as ev
@@ -37,7 +37,7 @@ class Turn:
     def __init__(self) -> None:
         self.taken: dict[PeerId, int] = {}  # peer -> last sequence to acknowledge
         self.actions: list[ev.Action] = []
-        self.verdicts: dict[str, list[Any]] = {}  # job -> the frames of its verdict
+        self.verdicts: dict[str, Sequence[Any]] = {}  # job -> the frames of its verdict
         self.leaving: list[PeerId] = []  # said goodbye: to be forgotten
 
     def __bool__(self) -> bool:

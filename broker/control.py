@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from temper.broker import events as ev
@@ -69,7 +69,7 @@ class ControlDesk:
         self._finish, self._status, self._fail_after_s = finish, status, fail_after_s
         self.commits = Commits(core, ledger, meter, self._perform, broken)
         self._scheduled = False
-        self._jobs: dict[str, tuple[bytes, list[Any]]] = {}  # job id -> its message, until its verdict is there
+        self._jobs: dict[str, tuple[bytes, Sequence[Any]]] = {}  # job id -> its message, until its verdict is there
 
     # ------------------------------------------------------------ a turn
 
@@ -149,6 +149,9 @@ class ControlDesk:
     def _handle(self, key: str, delivery: Delivery) -> None:
         body = delivery.body
         match body:
+            case schema.Touch():
+                self.commits.steered = True
+                self.take(ev.Received(key, body))
             case schema.Heartbeat():
                 self.guests.beats[key] = body
                 record = self.core.peers.get(key)
@@ -238,10 +241,10 @@ class ControlDesk:
             if type(verdict) is ev.Store:
                 indices: list[tuple[int, ...]]
                 if len(arrival.samples) == len(place):  # one sample a message
-                    indices = [(index,) for index in verdict.indices]
+                    indices = list(zip(verdict.indices))
                 else:
                     indices = [tuple([sample.index for sample in bodies[i].samples]) for i in place]
-                messages = [(metas[i], frames[i]) for i in place]
+                messages = list(zip(intake.taken(metas, place), intake.taken(frames, place), strict=True))
                 stored = self.ledger.store_run(arrival.lease_id, indices, messages, arrival.nbytes)
                 if type(stored) is not Accepted:
                     raise AssertionError(f"ledger and core do not agree about lease {arrival.lease_id}: {stored}")

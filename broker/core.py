@@ -83,9 +83,11 @@ class BrokerCore(RunState):
     def on(self, event: Event, now: float) -> list[Action]:
         """Take one event at time `now` (seconds, monotonic); returns what has to be done, in order."""
         actions = self._take(event, now)
-        if isinstance(event, SamplesArrived | SamplesBatch) and not self._attempts.ended:
-            return actions  # parts of groups: nobody's turn comes of them
-        if isinstance(event, Received) and isinstance(event.body, schema.Touch):
+        kind = type(event)
+        if kind is SamplesBatch or kind is SamplesArrived:
+            if not self._attempts.ended:
+                return actions  # parts of groups: nobody's turn comes of them
+        elif isinstance(event, Received) and type(event.body) is schema.Touch:
             return actions
         actions += self._learning.deliver()
         actions += self._issuing.issue(now)
@@ -95,12 +97,12 @@ class BrokerCore(RunState):
 
     def _take(self, event: Event, now: float) -> list[Action]:
         match event:
-            case SamplesArrived():
-                return self._attempts.batch((event,))
-            case SamplesBatch(arrivals):
-                return self._attempts.batch(arrivals)
+            case SamplesBatch():
+                return self._attempts.batch(event.arrivals)
             case Received():
                 return self._received(event, now)
+            case SamplesArrived():
+                return self._attempts.batch((event,))
             case Joined():
                 return self._join(event)
             case Left(peer, reason, clean):
@@ -196,16 +198,16 @@ class BrokerCore(RunState):
         if record is None:
             return []
         role = "actor" if record.role == "eval" else record.role
+        speaker, handler = self._handlers.get(type(body), ("", None))
+        if handler is not None and speaker == role:
+            return handler(peer, body, now)
         if isinstance(body, schema.Job) and role == "actor":
             return self.jobs.submit(peer, body, event.nbytes)
         if isinstance(body, schema.Holding):
             return self._holding(record, body)
-        speaker, handler = self._handlers.get(type(body), ("", None))
-        if handler is None or speaker != role:
-            kind = type(body).__name__
-            offence = RefusePeer(peer, "malformed", f"{kind} came from a peer of role {record.role}")
-            return [*self._leave(peer, f"sent {kind}"), offence]
-        return handler(peer, body, now)
+        kind = type(body).__name__
+        offence = RefusePeer(peer, "malformed", f"{kind} came from a peer of role {record.role}")
+        return [*self._leave(peer, f"sent {kind}"), offence]
 
     def _cancelled(self, peer: PeerKey, body: schema.JobCancel) -> list[Action]:
         return self.jobs.end_session(peer, body.job_id) if body.session else self.jobs.cancel(peer, body.job_id)

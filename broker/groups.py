@@ -37,15 +37,12 @@ class GroupRecord(msgspec.Struct, gc=False):
 
     def add(self, samples: Sequence[SampleMeta], nbytes: int) -> None:
         """Count accepted samples in."""
+        judged = [sample.correct for sample in samples]
         self.nbytes += nbytes
-        self.samples += len(samples)
-        for sample in samples:
-            if sample.reward is not None:
-                self.scored += 1
-            if sample.correct is True:
-                self.right += 1
-            elif sample.correct is False:
-                self.wrong += 1
+        self.samples += len(judged)
+        self.scored += len(judged) - [sample.reward for sample in samples].count(None)
+        self.right += judged.count(True)
+        self.wrong += judged.count(False)
 
     @property
     def contrast(self) -> bool:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from math import inf, isfinite
-from typing import Any
+from operator import sub
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +26,7 @@ from temper.common.schema import ArraySpec, SampleMeta, Samples
 
 LAYOUTS, LAYOUT_BYTES = 8192, 512
 FEW = 4  # messages of one layout: from here on they are looked at as one table
+T = TypeVar("T")
 USUAL = {"tokens": "int32", "behaviour_logprob": "float32", "loss_mask": "uint8", "cu_seqlens": "int64"}
 
 
@@ -65,7 +68,7 @@ class Messages(msgspec.Struct, gc=False):
 
     keys: list[PeerKey] = []
     metas: list[bytes] = []
-    frames: list[list[Any]] = []
+    frames: list[Sequence[Any]] = []
     sizes: list[int] = []
 
     def add(self, key: PeerKey, came: Arrival) -> None:
@@ -87,14 +90,20 @@ class Messages(msgspec.Struct, gc=False):
         first, nbytes = bodies[at], self.sizes[at] - len(self.metas[at])
         samples = first.samples
         if len(places) > 1:
-            samples = [sample for i in places for sample in bodies[i].samples]
-            nbytes = sum([self.sizes[i] - len(self.metas[i]) for i in places])
+            samples = [sample for body in taken(bodies, places) for sample in body.samples]
+            nbytes = sum(taken(self.sizes, places)) - sum(map(len, taken(self.metas, places)))
         return SamplesArrived(self.keys[at], first.lease_id, first.attempt, samples, nbytes, joined=len(places) > 1)
 
     def only(self, places: Sequence[int]) -> Messages:
         """Those at `places`."""
         lists = (self.keys, self.metas, self.frames, self.sizes)
         return Messages(*[[found[i] for i in places] for found in lists])  # type: ignore[arg-type]
+
+
+def taken(found: Sequence[T], places: Sequence[int]) -> Sequence[T]:
+    """What lies at `places`, which ascend: mostly one after another."""
+    begin, end = places[0], places[-1] + 1
+    return found[begin:end] if end - begin == len(places) else [found[i] for i in places]
 
 
 class Alike(msgspec.Struct, gc=False):
@@ -126,14 +135,10 @@ def read_all(metas: Iterable[bytes]) -> list[Intake]:
 
 def by_attempt(keys: Sequence[PeerKey], bodies: Sequence[Intake]) -> list[list[int]]:
     """The places of the messages of each attempt, attempts in the order of their first message."""
+    marks = list(zip(keys, [body.lease_id for body in bodies], [body.attempt for body in bodies], strict=True))
     found: dict[tuple[PeerKey, int, int], list[int]] = {}
-    peer, lease_id, attempt = "", -1, -1
-    places: list[int] = []
-    for i, (key, body) in enumerate(zip(keys, bodies, strict=True)):
-        if body.lease_id != lease_id or body.attempt != attempt or key != peer:
-            peer, lease_id, attempt = key, body.lease_id, body.attempt
-            places = found.setdefault((peer, lease_id, attempt), [])
-        places.append(i)
+    for mark, places in groupby(range(len(marks)), marks.__getitem__):
+        found.setdefault(mark, []).extend(places)
     return list(found.values())
 
 
@@ -171,6 +176,21 @@ def _layout(encoded: bytes) -> Layout | None:
     )
 
 
+def _cover(runs: Sequence[Sequence[tuple[int, int, int]]], lengths: list[int]) -> bool:
+    """Whether each sample has one version run, over all of its tokens."""
+    try:
+        return [count for ((_, _, count),) in runs] == lengths
+    except ValueError:  # none, or several
+        return False
+
+
+def _add_facts(samples: Iterable[SampleMeta], facts: list[float]) -> None:
+    """What has to be finite in the facts of samples without step rewards."""
+    facts += [meta.reward for meta in samples if meta.reward is not None]
+    for meta in samples:
+        facts += meta.components.values()
+
+
 def _usual(body: Intake, frames: Sequence[Any], values: Values) -> bool:
     """Whether a message is as it should be apart from the `values` in it, which are added to the others'."""
     encoded = bytes(body.arrays)
@@ -188,43 +208,27 @@ def _usual(body: Intake, frames: Sequence[Any], values: Values) -> bool:
     for frame, size in zip(frames, layout.nbytes, strict=True):
         if type(frame) is not bytes or len(frame) != size:
             return False
-    facts = values.facts
     of, mask_at, mask_end = layout.mask
     masks = frames[of]
     cu_of, cu_at, _ = layout.cu
+    runs = [meta.version_runs for meta in samples]
     if layout.samples == 1:
-        meta = samples[0]
-        runs = meta.version_runs
-        if (
-            masks[mask_at]
-            or len(runs) != 1
-            or runs[0][2] != layout.count
-            or meta.step_rewards
-            or not frames[cu_of].startswith(layout.starts, cu_at)
-        ):
+        if masks[mask_at] or not frames[cu_of].startswith(layout.starts, cu_at):
             return False
-        facts += meta.components.values()
-        if meta.reward is not None:
-            facts.append(meta.reward)
+        lengths = [layout.count]
     else:
         starts = struct.unpack_from(f"<{layout.samples + 1}q", frames[cu_of], cu_at)
-        if starts[0] != 0 or starts[-1] != layout.count:
+        lengths = list(map(sub, starts[1:], starts))
+        if (
+            starts[0] != 0
+            or starts[-1] != layout.count
+            or min(lengths) < 2
+            or any([masks[mask_at + begin] for begin in starts[:-1]])
+        ):
             return False
-        begin = 0
-        for meta, end in zip(samples, starts[1:], strict=True):
-            runs = meta.version_runs
-            if (
-                not begin + 2 <= end <= layout.count
-                or masks[mask_at + begin]
-                or len(runs) != 1
-                or runs[0][2] != end - begin
-                or meta.step_rewards
-            ):
-                return False
-            facts += meta.components.values()
-            if meta.reward is not None:
-                facts.append(meta.reward)
-            begin = end
+    if not _cover(runs, lengths) or any([meta.step_rewards for meta in samples]):
+        return False
+    _add_facts(samples, values.facts)
     values.masks.append(masks[mask_at:mask_end])
     of, begin, end = layout.tokens
     values.tokens.append(frames[of][begin:end])
@@ -256,8 +260,35 @@ def _fault(body: Intake, frames: Sequence[Any]) -> BadSamples | ProtocolError | 
 Fault = BadSamples | ProtocolError
 
 
+def _one_layout(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> Alike | None:
+    """All of these messages as one table, if they are of one sample in one frame and have the same layout."""
+    arrays, n = [body.arrays for body in bodies], len(bodies)
+    if not n or arrays.count(arrays[0]) != n:
+        return None
+    layout = _layouts.get(bytes(arrays[0]))
+    if layout is None or not layout.alone:
+        return None
+    try:
+        samples = [sample for body in bodies for (sample,) in (body.samples,)]
+        own: list[Any] = [frame for (frame,) in frames]
+    except ValueError:
+        return None
+    if (
+        [*map(type, own)].count(bytes) != n
+        or [*map(len, own)].count(layout.nbytes[0]) != n
+        or not _cover([meta.version_runs for meta in samples], [layout.count] * n)
+        or any([meta.step_rewards for meta in samples])
+    ):
+        return None
+    facts: list[float] = []
+    _add_facts(samples, facts)
+    return Alike(layout, list(range(n)), own, facts)
+
+
 def _alike(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> tuple[list[Alike], list[int]]:
     """Messages of one sample in one frame, by their layout, and the places of the others."""
+    if (all_of_them := _one_layout(bodies, frames)) is not None:
+        return [all_of_them], []
     found: dict[bytes, Alike] = {}
     others: list[int] = []
     encoded: msgspec.Raw | None = None

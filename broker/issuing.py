@@ -60,8 +60,12 @@ class Issuing:
         while room > 0 and (taker := self._freest()) is not None:
             record = self.create(lane, self.run.schedule.next(lane, shares), phase.samples_per_group)
             self._send(record, taker, now, actions)
-            self._reckon()
             room -= 1
+            self.run.leases.changed.discard(taker.peer)
+            if (place := self._place(taker.peer)) is not None:  # in place of the one that `_freest` left on top
+                heapq.heapreplace(self._free, place)
+            else:
+                heapq.heappop(self._free)
 
     def _place(self, key: PeerKey) -> tuple[int, int, PeerKey] | None:
         """The place of an actor among those with free slots, None if it is not among them."""

@@ -55,7 +55,8 @@ class LeaseRecord(msgspec.Struct, gc=False):
     @property
     def missing(self) -> list[int]:
         """Indices that no sample was accepted for."""
-        return [index for index in range(self.size) if index not in self.have]
+        have = self.have
+        return [index for index in range(self.size) if index not in have] if have else list(range(self.size))
 
 
 def dead_letter(record: LeaseRecord) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,9 +133,9 @@ class Ledger:
         self, lease_id: int, indices: list[tuple[int, ...]], messages: Sequence[Message], nbytes: int
     ) -> Accepted | Refused:
         """`store` of several messages of a lease, all of them new; their frames take `nbytes`."""
-        shelf, flat = self.payloads.shelves.get(lease_id), [index for each in indices for index in each]
+        shelf, flat = self.payloads.shelves.get(lease_id), list(chain.from_iterable(indices))
         have = shelf.have if shelf is not None else set()
-        if len(have.union(flat)) != len(have) + len(flat):
+        if not have.isdisjoint(flat) or len(set(flat)) != len(flat):
             return Refused(f"samples {flat} of lease {lease_id}: {sorted(have)} are there already, or one comes twice")
         return Accepted(self.payloads.add_run(lease_id, indices, messages, nbytes))
 
@@ -200,6 +201,9 @@ class Ledger:
 
     def messages(self, group_id: int) -> list[Message]:
         """`read`, with the metas still encoded."""
+        cached = self.payloads.cached(group_id)
+        if cached is not None:
+            return cached
         with self._disk():
             return self.payloads.read(group_id)
 
@@ -248,7 +252,7 @@ class Ledger:
         db.execute("BEGIN IMMEDIATE")
         try:
             db.executemany(rows.INSERT_PARTS, [rows.parts_row(run) for run in (*self._spilled, *runs)])
-            db.executemany(rows.INSERT_PARTS, [(i, n, json.dumps(x), None, None, None) for i, n, x in dropped])
+            db.executemany(rows.INSERT_PARTS, [rows.dropped_row(*parts) for parts in dropped])
             db.executemany(rows.UPSERT_LEASE, [rows.lease_row(lease) for lease in self._leases.values()])
             out = [(r.lease_id, r.attempt, r.peer, "out") for r in self._leases.values() if r.out]
             db.executemany(rows.UPSERT_ATTEMPT, [*self._ended, *out])

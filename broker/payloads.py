@@ -127,13 +127,20 @@ class PayloadStore:
                 self.cached_bytes -= shelf.nbytes
                 shelf.nbytes = 0
 
+    def cached(self, lease_id: int) -> list[Message] | None:
+        """`read`, if all of it is in memory; else None."""
+        shelf = self._cached.get(lease_id)
+        if shelf is None or None in shelf.messages:
+            return None
+        return shelf.messages.copy()  # type: ignore[return-value]
+
     def read(self, lease_id: int) -> list[Message]:
         """The parts of a group in order of arrival: their encoded metas and array frames."""
+        if (cached := self.cached(lease_id)) is not None:
+            return cached
         shelf = self.shelves.get(lease_id)
         if shelf is None:
             return []
-        if lease_id in self._cached and None not in shelf.messages:
-            return shelf.messages.copy()  # type: ignore[return-value]
         found: list[Message] = []
         evicted, refs = shelf.messages.count(None), iter(shelf.refs)
         while len(found) < evicted:
@@ -141,7 +148,7 @@ class PayloadStore:
         return found + [message for message in shelf.messages[len(found) :] if message is not None]
 
     def release(self, lease_id: int) -> bool:
-        """These samples are not needed any more; False if there are none."""
+        """These samples are not needed any more. True if some of them have a place, which the ledger must forget."""
         shelf = self.shelves.pop(lease_id, None)
         if shelf is None:
             return False
@@ -150,7 +157,7 @@ class PayloadStore:
         if self._cached.pop(lease_id, None) is not None:
             self.cached_bytes -= shelf.nbytes
         self._unneeded += shelf.refs
-        return True
+        return bool(shelf.refs)
 
     def unneeded(self) -> list[Ref]:
         """Places that nothing needs any more since the last call: to be released when the transaction that no longer

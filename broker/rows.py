@@ -66,6 +66,11 @@ def parts_row(run: Run) -> tuple[Any, ...]:
     return (run.lease_id, run.first, _text(run.indices), *run.ref)
 
 
+def dropped_row(lease_id: int, first: int, indices: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+    """A row of `parts` that were given up before they had a place."""
+    return (lease_id, first, _text(indices), None, None, None)
+
+
 def parts_of(row: tuple[Any, ...]) -> Run:
     """The inverse of `parts_row`."""
     return Run(row[0], row[1], _indices(row[2]), Ref(*row[3:]))
@@ -88,7 +93,7 @@ def lease_row(r: LeaseRecord) -> tuple[Any, ...]:
         r.last_peer,
         r.min_version,
         int(r.touched),
-        _text(r.filled),
+        _text(r.filled) if r.filled else "[]",
         r.task_failures,
         r.infra_failures,
         r.error,

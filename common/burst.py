@@ -48,7 +48,7 @@ def join(messages: Sequence[tuple[bytes, Sequence[Any]]]) -> tuple[bytes, list[b
     return b"".join([table, *metas]), [b"".join(pieces)] if pieces else []
 
 
-def divide(count: int, kind: int, parts: Sequence[Any]) -> tuple[list[int], list[bytes], list[list[bytes]]]:
+def divide(count: int, kind: int, parts: Sequence[Any]) -> tuple[list[int], list[bytes], list[tuple[bytes, ...]]]:
     """Sizes, metas and frames of the `count` messages in `parts` (the meta part, then the frames); ProtocolError if it is no
     burst."""
     if kind not in KINDS:
@@ -73,7 +73,7 @@ def divide(count: int, kind: int, parts: Sequence[Any]) -> tuple[list[int], list
             f"a burst of {len(table)} and {len(joined)} bytes, its lengths add up to {ends[-1]} and {bounds[-1]}"
         )
     metas = [table[begin:end] for begin, end in pairwise(ends)]
-    frames = [[joined[begin:end]] for begin, end in pairwise(bounds)]
+    frames: list[tuple[bytes, ...]] = [*zip([joined[begin:end] for begin, end in pairwise(bounds)], strict=True)]
     if least < 0:
-        frames = [frame if n >= 0 else [] for frame, n in zip(frames, frame_bytes, strict=True)]
+        frames = [frame if n >= 0 else () for frame, n in zip(frames, frame_bytes, strict=True)]
     return list(map(add, meta_bytes, held)), metas, frames

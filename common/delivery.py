@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ class Delivery(msgspec.Struct, eq=False, gc=False):
     sequence: int
     size: int
     raw_meta: bytes
-    frames: list[Any]
+    frames: Sequence[Any]
     decoded: Body | None = None
 
     @property
@@ -52,7 +53,7 @@ class DeliveryRun(msgspec.Struct, eq=False, gc=False):
     sequence: int
     sizes: list[int]
     metas: list[bytes]
-    frames: list[list[bytes]]
+    frames: list[tuple[bytes, ...]]
 
 
 Arrival = Delivery | DeliveryRun

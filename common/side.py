@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -170,7 +171,7 @@ class Side:
         self.heard_at = now
         return size
 
-    def _handle(self, kind: type[Body], sequence: int, size: int, meta: bytes, frames: list[Any]) -> None:
+    def _handle(self, kind: type[Body], sequence: int, size: int, meta: bytes, frames: Sequence[Any]) -> None:
         if sequence and self.session.channel.arrive(sequence, size) is not DELIVER:
             return
         self.arrival = (self.broker_epoch, sequence)
