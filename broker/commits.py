@@ -4,7 +4,8 @@ A `Turn` is what some loop turns brought: acknowledgements owed and actions to c
 changed the books is handed to a thread, which waits for the disk; what comes meanwhile, and within a few milliseconds of the
 last transaction's beginning, joins the next turn: a transaction costs about the same however many samples it holds.
 `perform` is called, on the loop, once a turn is durable, one turn after another. With durability "memory" it is called at
-once.
+once, while the same thread writes what memory has no room for, and the books about once a second; only when that thread
+lags a whole cache behind do turns wait for it.
 A ledger that cannot be written stops everything: nothing of the failed turn, nor of a later one, is ever performed.
 """
 
@@ -60,7 +61,8 @@ class Commits:
         self.is_broken = False
         self._core, self._ledger, self._meter = core, ledger, meter
         self._perform, self._broken = perform, broken
-        self._writing: tuple[Transaction, Turn, float] | None = None
+        self._writing: tuple[Transaction, Turn | None, float] | None = None  # and what to perform once it is written
+        self._forced = False
         self._idle: asyncio.Future[None] | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -70,22 +72,28 @@ class Commits:
         self._hurry = False
 
     def settle(self, force: bool = False) -> None:
-        """Write what the open turn brought, then perform it. `force`: also in memory mode."""
-        if self.is_broken or self._writing is not None or (not force and self._put_off()):
+        """Write what the open turn brought, then perform it; in memory mode perform it, and write what there is no room for.
+        `force`: also write the books in memory mode, as soon as nothing else is being written."""
+        durable = self._ledger.durable
+        self._forced = self._forced or force
+        if self.is_broken or (self._writing is not None and (durable or self._ledger.crowded)):
+            return
+        if not force and self._put_off():
             return
         turn, self.turn = self.turn, Turn()
         try:
-            transaction = self._begin(turn, force)
+            transaction = self._begin(turn)
         except TemperError as error:
             self.fail(error)
             return
-        if transaction is None:
+        if transaction is not None:
+            self._writing = transaction, turn if durable else None, time.perf_counter()
+            if durable:
+                loaded = len(transaction.runs) >= LOADED_LEASES
+                self._next_at = time.monotonic() + (EVERY_LOADED_S if loaded else EVERY_S)
+            self._submit(transaction.write)
+        if transaction is None or not durable:
             self._perform(turn)
-            return
-        self._writing = transaction, turn, time.perf_counter()
-        loaded = len(transaction.runs) >= LOADED_LEASES
-        self._next_at = time.monotonic() + (EVERY_LOADED_S if loaded else EVERY_S)
-        self._submit(transaction.write)
 
     def _put_off(self) -> bool:
         """Whether the open turn had better wait for others; it is settled in time then."""
@@ -102,25 +110,22 @@ class Commits:
         self._timer = None
         self.settle()
 
-    def _begin(self, turn: Turn, force: bool) -> Transaction | None:
-        """The transaction to wait for, if there is one."""
+    def _begin(self, turn: Turn) -> Transaction | None:
+        """The transaction to write, if there is one."""
         ledger = self._ledger
         for action in turn.actions:
             if isinstance(action, ev.Release):
                 ledger.release(action.group_ids)
-        if not ledger.durable and not force:
-            ledger.commit(force=False)
+        if self._writing is not None:
             return None
+        if not ledger.durable and not self._forced:
+            return ledger.spill()
+        self._forced = False
         if not self.steered and not self._core.dirty:
             return None
-        begun = time.perf_counter()
         ledger.record(self._core.changes())
         self.steered = False
-        if ledger.durable:
-            return ledger.begin()
-        ledger.commit()
-        self._count(begun)
-        return None
+        return ledger.begin()
 
     def _submit(self, write: Callable[[], None]) -> None:
         if self._thread is None:
@@ -147,8 +152,10 @@ class Commits:
             return
         self._ledger.finish(transaction)
         self._count(begun)
-        self._perform(turn)
-        if self.turn or self.steered or self._core.dirty:
+        if turn is not None:
+            self._perform(turn)
+        changed = self.steered or self._core.dirty
+        if self.turn or self._forced or (changed if self._ledger.durable else self._ledger.full):
             self.settle()
         if self._writing is None:
             self._wake()

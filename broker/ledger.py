@@ -173,6 +173,31 @@ class Ledger:
 
         return Transaction(runs, unneeded, write)
 
+    def spill(self) -> Transaction | None:
+        """Payloads beyond the cache, to be written into their segments; the books follow. None if there are none."""
+        with self._disk():
+            runs = self.payloads.place(everything=False)
+        if not runs:
+            return None
+        self._spilled += runs
+        chunks = self.segments.take()
+
+        def write() -> None:
+            with self._disk():
+                self.segments.write(chunks)
+
+        return Transaction(runs, [], write)
+
+    @property
+    def full(self) -> bool:
+        """More is in memory than the cache takes."""
+        return self.payloads.cached_bytes > self.payloads.cache_bytes
+
+    @property
+    def crowded(self) -> bool:
+        """The cache is full and as much again is under way to the disk."""
+        return self.payloads.cached_bytes > 2 * self.payloads.cache_bytes
+
     def finish(self, transaction: Transaction) -> None:
         """The transaction is on disk."""
         with self._disk():
@@ -181,19 +206,11 @@ class Ledger:
 
     def commit(self, force: bool = True) -> None:
         """`begin`, `write` and `finish`, here and now. In memory mode only `force` writes the books; without it, payloads
-        beyond the cache go to disk."""
-        if self.durable or force:
-            transaction = self.begin()
-            if transaction is not None:
-                transaction.write()
-                self.finish(transaction)
-            return
-        runs = self.payloads.place(everything=False)
-        if runs:
-            with self._disk():
-                self.segments.flush()
-            self._spilled += runs
-            self.payloads.written(runs)
+        beyond the cache go to disk (`spill`)."""
+        transaction = self.begin() if self.durable or force else self.spill()
+        if transaction is not None:
+            transaction.write()
+            self.finish(transaction)
 
     def read(self, group_id: int) -> list[tuple[Samples, Sequence[Any]]]:
         """The accepted messages of a group in order of arrival."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from temper.broker import events as ev
 from temper.broker.commits import Commits, Turn
@@ -20,9 +21,9 @@ from temper.common.metrics import Meter
 class Stage:
     """Commits over a real ledger whose disk waits for `disk` to be set, or fails once `full` is."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, durability: Literal["full", "memory"] = "full", cache_bytes: int = 1000) -> None:
         self.core = BrokerCore(Recipe(pacing=Pacing(groups_per_step=4, samples_per_group=2, max_staleness=0)))
-        self.ledger = Ledger(folder, None)
+        self.ledger = Ledger(folder, None, durability, cache_bytes=cache_bytes)
         self.told: list[Turn] = []
         self.broken: list[BaseException] = []
         self.disk, self.full, self.begun = threading.Event(), threading.Event(), threading.Event()
@@ -96,3 +97,64 @@ def test_memory_mode_waits_for_nothing(tmp_path: Path) -> None:
     commits.settle()
     assert [turn.taken for turn in told] == [{b"peer": 7}]
     commits.close()
+
+
+def test_memory_mode_tells_while_the_disk_writes_but_no_more_than_a_cache_ahead_of_it(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = Stage(tmp_path, "memory", cache_bytes=1000)
+        ledger, commits = stage.ledger, stage.commits
+
+        def turn(lease_id: int, size: int) -> list[int]:
+            """Samples of `size` bytes come; the leases that were told of so far."""
+            ledger.store(lease_id, (0,), b"", [bytes([lease_id]) * size], size)
+            commits.turn.actions.append(ev.Note(str(lease_id)))
+            commits.settle()
+            notes = [action for told in stage.told for action in told.actions if isinstance(action, ev.Note)]
+            return [int(note.text) for note in notes if note.text.isdecimal()]
+
+        assert turn(1, 900) == [1]
+        assert not stage.begun.is_set()
+        assert turn(2, 600) == [1, 2]  # there is no room for both: the first is being written
+        await asyncio.to_thread(stage.begun.wait, 20.0)
+        stage.begin()
+        commits.settle(force=True)  # the books are due, and wait for the thread
+        assert turn(3, 500) == [1, 2, 3]
+        assert turn(4, 100) == [1, 2, 3]
+        assert turn(5, 100) == [1, 2, 3]
+        stage.disk.set()
+        await asyncio.wait_for(commits.settled(), 60.0)
+        assert turn(6, 1) == [1, 2, 3, 4, 5, 6]
+        await asyncio.wait_for(commits.settled(), 60.0)
+        assert ledger.payloads.cached_bytes <= 1000
+        for lease_id, size in ((1, 900), (2, 600), (3, 500), (4, 100), (5, 100), (6, 1)):
+            ((_, frames),) = ledger.messages(lease_id)
+            assert bytes(frames[0]) == bytes([lease_id]) * size
+        books = sqlite3.connect(tmp_path / "ledger.sqlite")
+        assert books.execute("SELECT COUNT(*) FROM leases").fetchone() == (1,)
+        books.close()
+        commits.close()
+        again = Ledger(tmp_path, None, "memory")
+        assert sorted(again.payloads.shelves) == [1, 2, 3, 4, 5, 6]
+        again.close()
+
+    asyncio.run(play())
+
+
+def test_memory_mode_ends_the_broker_too_when_the_disk_is_full(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = Stage(tmp_path, "memory", cache_bytes=10)
+        stage.full.set()
+        stage.disk.set()
+        stage.ledger.store(1, (0,), b"", [bytes(100)], 100)
+        stage.commits.settle()
+        await asyncio.wait_for(stage.commits.settled(), 60.0)
+        (error,) = stage.broken
+        assert isinstance(error, EnvironmentFault) and "disk full" in str(error)
+        told = len(stage.told)
+        stage.commits.turn.taken[b"peer"] = 2
+        stage.commits.settle()
+        assert len(stage.told) == told
+        stage.commits.close()
+        stage.ledger._db.close()
+
+    asyncio.run(play())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,9 @@ class Desk:
     def broken(self, error: Exception) -> None:
         raise error
 
-    def say(self, peer: bytes, body: schema.Body, frames: Sequence[Any] = ()) -> None:
+    async def say(self, peer: bytes, body: schema.Body, frames: Sequence[Any] = ()) -> None:
         self.desk.on_batch([delivery(peer, body, frames)])
+        await self.desk.settled()
 
 
 def sample(lease: schema.Lease, payload_bytes: int) -> tuple[schema.Samples, list[bytes]]:
@@ -111,71 +113,82 @@ def rss() -> int:
 
 
 def test_a_thousand_steps_of_a_mebibyte_leave_nothing_behind(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, 8 * MIB, groups_per_step=1)
-    desk.say(LEARNER, schema.LearnerReady(1, None, 0, 0))
-    desk.say(LEARNER, schema.Phase("train", {"a": (0, 1.0)}, 1, 1))
-    before = 0
-    for version in range(1000):
-        desk.say(LEARNER, schema.Demand("train", 1))
-        (lease,) = (body for _, body, _ in desk.wire.take() if isinstance(body, schema.Lease))
-        desk.say(ACTOR, *sample(lease, MIB))
-        ((_, group, frames),) = desk.wire.take()
-        assert isinstance(group, schema.Group)
-        assert sum(len(frame) for frame in frames) > 0.9 * MIB
-        desk.say(LEARNER, schema.Done(version, [group.group_id], {}, True))
-        if version % 10 == 9:
-            desk.say(LEARNER, schema.Covered(version + 1, version + 1, "", version + 1))
-            desk.desk.settle(force=True)
-        if version == 100:
-            before = rss()
-    assert rss() - before < 20 * MIB
-    assert len(desk.core.leases.leases) < 20
-    assert sum(file.stat().st_size for file in (tmp_path / "segments").iterdir()) < 100 * MIB
+    async def play() -> None:
+        desk = Desk(tmp_path, 8 * MIB, groups_per_step=1)
+        await desk.say(LEARNER, schema.LearnerReady(1, None, 0, 0))
+        await desk.say(LEARNER, schema.Phase("train", {"a": (0, 1.0)}, 1, 1))
+        before = 0
+        for version in range(1000):
+            await desk.say(LEARNER, schema.Demand("train", 1))
+            (lease,) = (body for _, body, _ in desk.wire.take() if isinstance(body, schema.Lease))
+            await desk.say(ACTOR, *sample(lease, MIB))
+            ((_, group, frames),) = desk.wire.take()
+            assert isinstance(group, schema.Group)
+            assert sum(len(frame) for frame in frames) > 0.9 * MIB
+            await desk.say(LEARNER, schema.Done(version, [group.group_id], {}, True))
+            if version % 10 == 9:
+                await desk.say(LEARNER, schema.Covered(version + 1, version + 1, "", version + 1))
+                desk.desk.settle(force=True)
+                await desk.desk.settled()
+            if version == 100:
+                before = rss()
+        assert rss() - before < 20 * MIB
+        assert len(desk.core.leases.leases) < 20
+        assert sum(file.stat().st_size for file in (tmp_path / "segments").iterdir()) < 100 * MIB
+
+    asyncio.run(play())
 
 
 def test_samples_of_one_burst_are_kept_as_if_each_had_come_alone(tmp_path: Path) -> None:
     """Interleaved leases, a repeat and an index that there is not."""
-    desk = Desk(tmp_path, 8 * MIB, groups_per_step=4)
-    desk.say(LEARNER, schema.LearnerReady(1, None, 0, 0))
-    desk.say(LEARNER, schema.Phase("train", {"a": (0, 1.0)}, 4, 2))
-    desk.say(LEARNER, schema.Demand("train", 4))
-    leases = [body for _, body, _ in desk.wire.take() if isinstance(body, schema.Lease)]
-    metas, frames = [], []
-    for lease, index in [(0, 0), (1, 0), (0, 0), (2, 0), (0, 1), (2, 7), (1, 1), (2, 0)]:
-        body, own = sample(leases[lease], 90)
-        (meta,) = body.samples
-        meta = msgspec.structs.replace(meta, index=index, reward=float(index), correct=bool(index))
-        metas.append(pack_meta(msgspec.structs.replace(body, samples=[meta])))
-        frames.append(own)
-    sizes = [len(meta) + len(own[0]) for meta, own in zip(metas, frames, strict=True)]
-    desk.desk.on_batch([DeliveryRun(ACTOR, schema.Samples.KIND, len(metas), sizes, metas, frames)])
-    told = [body for _, body, _ in desk.wire.take()]
-    groups = {body.group_id: len(body.parts) for body in told if isinstance(body, schema.Group)}
-    assert groups == {leases[0].lease_id: 2, leases[1].lease_id: 2}
-    (refused,) = (body for body in told if isinstance(body, schema.SampleRefused))
-    assert (refused.lease_id, refused.reason[:18]) == (leases[2].lease_id, "sample indices [7]")
-    assert dict(desk.desk.samples) == {"accepted": 5, "refused": 1}
-    assert desk.core.leases.leases[leases[2].lease_id].have == {0}
-    parts = [part for part, _ in desk.ledger.read(leases[0].lease_id)]
-    assert [part.samples[0].index for part in parts] == [0, 1]
+
+    async def play() -> None:
+        desk = Desk(tmp_path, 8 * MIB, groups_per_step=4)
+        await desk.say(LEARNER, schema.LearnerReady(1, None, 0, 0))
+        await desk.say(LEARNER, schema.Phase("train", {"a": (0, 1.0)}, 4, 2))
+        await desk.say(LEARNER, schema.Demand("train", 4))
+        leases = [body for _, body, _ in desk.wire.take() if isinstance(body, schema.Lease)]
+        metas, frames = [], []
+        for lease, index in [(0, 0), (1, 0), (0, 0), (2, 0), (0, 1), (2, 7), (1, 1), (2, 0)]:
+            body, own = sample(leases[lease], 90)
+            (meta,) = body.samples
+            meta = msgspec.structs.replace(meta, index=index, reward=float(index), correct=bool(index))
+            metas.append(pack_meta(msgspec.structs.replace(body, samples=[meta])))
+            frames.append(own)
+        sizes = [len(meta) + len(own[0]) for meta, own in zip(metas, frames, strict=True)]
+        desk.desk.on_batch([DeliveryRun(ACTOR, schema.Samples.KIND, len(metas), sizes, metas, frames)])
+        told = [body for _, body, _ in desk.wire.take()]
+        groups = {body.group_id: len(body.parts) for body in told if isinstance(body, schema.Group)}
+        assert groups == {leases[0].lease_id: 2, leases[1].lease_id: 2}
+        (refused,) = (body for body in told if isinstance(body, schema.SampleRefused))
+        assert (refused.lease_id, refused.reason[:18]) == (leases[2].lease_id, "sample indices [7]")
+        assert dict(desk.desk.samples) == {"accepted": 5, "refused": 1}
+        assert desk.core.leases.leases[leases[2].lease_id].have == {0}
+        parts = [part for part, _ in desk.ledger.read(leases[0].lease_id)]
+        assert [part.samples[0].index for part in parts] == [0, 1]
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize("cap", [4 * MIB])
 def test_a_learner_that_takes_nothing_stops_the_actors_and_the_rest_lies_on_disk(tmp_path: Path, cap: int) -> None:
-    desk = Desk(tmp_path, cap, groups_per_step=64)
-    desk.say(LEARNER, schema.LearnerReady(1, None, 0, 0))
-    desk.say(LEARNER, schema.Phase("train", {"a": (0, 1.0)}, 64, 1))
-    leases = [body for _, body, _ in desk.wire.take() if isinstance(body, schema.Lease)]
-    assert len(leases) == 64
-    before = rss()
-    for lease in leases:
-        desk.say(ACTOR, *sample(lease, MIB))
-        assert desk.ledger.payloads.cached_bytes <= cap + MIB
-    assert desk.wire.take() == []  # nothing more goes out
-    assert desk.wire.acknowledged > 64
-    assert rss() - before < cap + 16 * MIB
-    desk.say(LEARNER, schema.Demand("train", 64))
-    groups = desk.wire.take()
-    assert [body.group_id for _, body, _ in groups] == [lease.lease_id for lease in leases]  # type: ignore[attr-defined]
-    for _, body, frames in groups:
-        assert np.frombuffer(frames[0], np.int32)[0] == body.group_id % 1000  # type: ignore[attr-defined]
+    async def play() -> None:
+        desk = Desk(tmp_path, cap, groups_per_step=64)
+        await desk.say(LEARNER, schema.LearnerReady(1, None, 0, 0))
+        await desk.say(LEARNER, schema.Phase("train", {"a": (0, 1.0)}, 64, 1))
+        leases = [body for _, body, _ in desk.wire.take() if isinstance(body, schema.Lease)]
+        assert len(leases) == 64
+        before = rss()
+        for lease in leases:
+            await desk.say(ACTOR, *sample(lease, MIB))
+            assert desk.ledger.payloads.cached_bytes <= cap + MIB
+        assert desk.wire.take() == []  # nothing more goes out
+        assert desk.wire.acknowledged > 64
+        assert rss() - before < cap + 16 * MIB
+        await desk.say(LEARNER, schema.Demand("train", 64))
+        groups = desk.wire.take()
+        assert [body.group_id for _, body, _ in groups] == [lease.lease_id for lease in leases]  # type: ignore[attr-defined]
+        for _, body, frames in groups:
+            assert np.frombuffer(frames[0], np.int32)[0] == body.group_id % 1000  # type: ignore[attr-defined]
+
+    asyncio.run(play())
