@@ -25,6 +25,7 @@ from temper.common.errors import ProtocolError
 from temper.common.schema import ArraySpec, SampleMeta, Samples
 
 LAYOUTS, LAYOUT_BYTES = 8192, 512
+ALONE_BYTES = 16 * 1024  # values from here on are looked at where they are
 FEW = 4  # messages of one layout: from here on they are looked at as one table
 T = TypeVar("T")
 USUAL = {"tokens": "int32", "behaviour_logprob": "float32", "loss_mask": "uint8", "cu_seqlens": "int64"}
@@ -57,9 +58,9 @@ class Layout(msgspec.Struct, frozen=True, gc=False):
 class Values(msgspec.Struct, gc=False):
     """What is looked at together, of all usual messages."""
 
-    tokens: list[bytes]
-    logprobs: list[bytes]
-    masks: list[bytes]
+    tokens: list[Any]
+    logprobs: list[Any]
+    masks: list[Any]
     facts: list[float]
 
 
@@ -206,14 +207,16 @@ def _usual(body: Intake, frames: Sequence[Any], values: Values) -> bool:
     if layout is None or len(samples) != layout.samples or len(frames) != len(layout.nbytes):
         return False
     for frame, size in zip(frames, layout.nbytes, strict=True):
-        if type(frame) is not bytes or len(frame) != size:
+        if len(frame) != size:
             return False
+    if [*map(type, frames)].count(bytes) != len(frames):
+        frames = [memoryview(frame) for frame in frames]  # nothing is copied
     of, mask_at, mask_end = layout.mask
     masks = frames[of]
     cu_of, cu_at, _ = layout.cu
     runs = [meta.version_runs for meta in samples]
     if layout.samples == 1:
-        if masks[mask_at] or not frames[cu_of].startswith(layout.starts, cu_at):
+        if masks[mask_at] or frames[cu_of][cu_at : cu_at + len(layout.starts)] != layout.starts:
             return False
         lengths = [layout.count]
     else:
@@ -240,13 +243,24 @@ def _usual(body: Intake, frames: Sequence[Any], values: Values) -> bool:
 def _are_fine(values: Values) -> bool:
     """Whether all ids are there, all masks 0 or 1, all log-probabilities finite and (everywhere, to be quick) at most 0, all
     rewards and components finite."""
-    logprobs = np.frombuffer(b"".join(values.logprobs), "<f4")
-    return all(map(isfinite, values.facts)) and bool(
-        np.minimum.reduce(np.frombuffer(b"".join(values.tokens), "<i4")) >= 0
-        and np.maximum.reduce(np.frombuffer(b"".join(values.masks), np.uint8)) <= 1
-        and np.minimum.reduce(logprobs) > -inf
-        and np.maximum.reduce(logprobs) <= LOGPROB_SLACK
+    return (
+        all(map(isfinite, values.facts))
+        and all([np.minimum.reduce(np.frombuffer(ids, "<i4")) >= 0 for ids in _together(values.tokens)])
+        and all([np.maximum.reduce(np.frombuffer(mask, np.uint8)) <= 1 for mask in _together(values.masks)])
+        and all([_are_logprobs(np.frombuffer(each, "<f4")) for each in _together(values.logprobs)])
     )
+
+
+def _are_logprobs(values: np.ndarray) -> bool:
+    return bool(np.minimum.reduce(values) > -inf and np.maximum.reduce(values) <= LOGPROB_SLACK)
+
+
+def _together(pieces: Sequence[Any]) -> list[Any]:
+    """The small ones as one, which is quicker to look through; the large ones as they are."""
+    small = [piece for piece in pieces if len(piece) < ALONE_BYTES]
+    if len(small) == len(pieces):
+        return [b"".join(small)]
+    return [b"".join(small)] * bool(small) + [piece for piece in pieces if len(piece) >= ALONE_BYTES]
 
 
 def _fault(body: Intake, frames: Sequence[Any]) -> BadSamples | ProtocolError | None:

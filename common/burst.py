@@ -23,7 +23,7 @@ KINDS = frozenset({Samples.KIND, Lease.KIND, Touch.KIND})
 """What comes in numbers. Nothing that a relay looks into."""
 MESSAGES = 256
 BYTES = 60 * 1024
-"""Metas and frames together: below what is received uncopied, where one kept message would pin the whole burst."""
+"""Metas and frames together."""
 LENGTH_BYTES = 8
 
 
@@ -53,7 +53,7 @@ def divide(count: int, kind: int, parts: Sequence[Any]) -> tuple[list[int], list
     burst."""
     if kind not in KINDS:
         raise ProtocolError(f"flags {count} on a {BODIES[kind].__name__ if kind in BODIES else kind}: expected 0")
-    table, joined = parts[0], parts[1] if len(parts) == 2 else b""
+    table, joined = parts[0], bytes(parts[1]) if len(parts) == 2 else b""
     at = count * LENGTH_BYTES
     if not 2 <= count <= MESSAGES or len(parts) > 2 or len(table) < at or len(table) + len(joined) > BYTES + at:
         raise ProtocolError(

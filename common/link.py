@@ -20,7 +20,10 @@ NOBLOCK = int(zmq.NOBLOCK)
 MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 EVENTS = int(zmq.EVENTS)
 POLLIN = int(zmq.POLLIN)
-COPY_BELOW_BYTES = 64 * 1024  # smaller frames are copied: keeping one would pin the buffer that it came in
+COPY_BELOW_BYTES = 64 * 1024  # smaller bytes are copied when they are sent: ZeroMQ gives uncopied ones back at a cost
+KEEP_FROM_BYTES = 16 * 1024
+"""Smaller frames are copied when they come: ZeroMQ may leave them in the buffer of 8 KiB that it received them in, which
+keeping one would pin."""
 
 # Without pyzmq's Python layer above them: half the cost of a part.
 _receive: Callable[[Any, int, bool], Any] = BackendSocket.recv
@@ -84,9 +87,10 @@ class Link:
     def receive(self) -> list[Part] | None:
         """The parts of the next message, or None. Too many parts (a violation) are cut to a few beyond the limit.
 
-        Parts of 64 KiB and more are frames that own their memory, smaller ones bytes.
+        Array frames of 16 KiB and more are zmq.Frames that own their memory; all else is bytes.
         """
         socket = self.socket
+        first = 3 if self._routed else 2  # array frame
         parts: list[Part] = []
         try:
             if self._routed:
@@ -94,7 +98,7 @@ class Link:
             while True:
                 frame = _receive(socket, NOBLOCK, False)
                 if len(parts) < PARTS_KEPT:
-                    parts.append(frame.bytes if len(frame) < COPY_BELOW_BYTES else frame)
+                    parts.append(frame if len(frame) >= KEEP_FROM_BYTES and len(parts) >= first else frame.bytes)
                 if not frame.more:
                     break
         except zmq.Again:
@@ -112,7 +116,7 @@ class Link:
     def send(self, peer: bytes, header: bytes, meta: bytes, frames: Sequence[Part]) -> bool:
         """Send one message without blocking; False if the peer is not there or its pipe is full.
 
-        `peer` is a routing id, empty on a DEALER. Frames of 64 KiB and more are not copied.
+        `peer` is a routing id, empty on a DEALER. Bytes of 64 KiB and more, and zmq.Frames, are not copied.
         """
         if not self._open:
             return False

@@ -92,7 +92,7 @@ def unpack_fields(data: bytes | memoryview) -> tuple[int, int, int, int, int, in
 
 def nbytes(frame: Any) -> int:
     """Size of a frame in bytes, whatever its item size."""
-    return frame.nbytes if hasattr(frame, "nbytes") else len(frame)
+    return len(frame) if type(frame) is bytes else memoryview(frame).nbytes
 
 
 def encode(

@@ -262,7 +262,7 @@ def test_a_job_that_comes_again_with_its_verdict_is_a_job(tmp_path: Path) -> Non
     key = desk.desk.guests.add(worker, Hello("sandbox", "worker", "session"))
     desk.desk.take(ev.Joined(key, "sandbox", "worker", 1))
     for number in range(2):
-        desk.say(ACTOR, job("a"), [b"program %d" % number])
+        desk.desk.on_batch([delivery(ACTOR, job("a"), [b"program %d" % number])])
         assert desk.wire.take() == [(worker, job("a"), [b"program %d" % number])]
         done = delivery(worker, JobDone("a", "ok"), [b"verdict"])
         desk.desk.on_batch([done, delivery(ACTOR, job("a"), [b"another"])])
