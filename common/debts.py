@@ -1,15 +1,20 @@
 """`Debts`: which peers an acknowledgement is owed to, and when it goes out.
 
 At the end of the loop's turn: one for each peer, however many of its messages the turn brought, so that acknowledgements are few
-under load and at once without. A turn that leaves more than `FEW` peers to answer (hundreds are connected, each sends little) has
-only the urgent ones answered (``Channel.ack_urgent``: a window hangs on it); the others within milliseconds, so that one
-answers for several turns. With many peers that delay grows, and acknowledging costs about the same however many there are.
+under load and at once without. Only the urgent ones (``Channel.ack_urgent``: a window hangs on it) leave then if
+
+- more messages wait to be read: they come first, and the end of their turn answers for both, or that of the `HELD_TURNS`-th;
+- the turn brought much (`MUCH_BYTES`), which took longer to come than its answer may wait: it leaves within `SOON_S`;
+- more than `FEW` peers are to be answered (hundreds are connected, each sends little): the others within milliseconds, so that one
+  answers for several turns. With many peers that delay grows, and acknowledging costs about the same however many there are.
+
 Used by ``pump.Router``.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from temper.common.session import Session
 
@@ -17,6 +22,8 @@ FEW = 16
 SOON_S = 0.002
 LATEST_S = 0.4  # well below the sender's RESEND_S
 PER_S = 1000  # acknowledgements, about, in all
+MUCH_BYTES = 256 * 1024
+HELD_TURNS = 4
 
 
 class Debts:
@@ -29,28 +36,41 @@ class Debts:
         self._peers = 0
         self._timer: asyncio.TimerHandle | None = None
         self._scheduled = False
+        self._held = 0  # turns in a row that left answers to the next
+        self.in_turn = False  # of the owner's, which calls `turn_over` at its end
 
     def owe(self, session: Session, peers: int) -> None:
         """`session`, one of `peers`, has something to acknowledge."""
         self._peers = peers
         (self._urgent if session.channel.ack_urgent else self._owed).add(session)
-        if not self._scheduled:
+        if not (self._scheduled or self.in_turn):
             self._scheduled = True
             self._loop.call_soon(self.turn_over)
 
-    def turn_over(self) -> None:
-        """Send what need not wait for another turn."""
+    def turn_over(self, size: int = 0, behind: Callable[[], bool] = lambda: False) -> None:
+        """Send what need not wait for another turn. This one brought `size` bytes; `behind` says whether another follows at
+        once."""
         self._scheduled = False
         if self._urgent:
             self._pay(self._urgent)
-        if len(self._owed) <= FEW:
-            self._pay(self._owed)
+        if not self._owed:
+            return
+        few = len(self._owed) <= FEW
+        if few and size < MUCH_BYTES:
+            if self._held < HELD_TURNS and behind():
+                self._held += 1
+            else:
+                self._pay_owed()
         elif self._timer is None:
-            delay_s = min(max(SOON_S, self._peers / PER_S), LATEST_S)
+            delay_s = SOON_S if few else min(max(SOON_S, self._peers / PER_S), LATEST_S)
             self._timer = self._loop.call_later(delay_s, self._pay_late)
 
     def _pay_late(self) -> None:
         self._timer = None
+        self._pay_owed()
+
+    def _pay_owed(self) -> None:
+        self._held = 0
         self._pay(self._owed)
 
     def _pay(self, sessions: set[Session]) -> None:

@@ -1,8 +1,8 @@
 """One plain ZeroMQ socket on the event loop: drained from the loop's reader, never blocked on, never cancelled.
 
 ZeroMQ's descriptor is edge-triggered: it becomes readable once for any number of messages, and a send may swallow the
-edge. So a turn drains what is there (up to a bound, so that timers keep their time), and whenever something may be left
-another turn is scheduled. Used by ``pump.Router`` and ``peer.Peer``.
+edge. So a turn drains what is there (up to a bound, so that timers keep their time) and looks once more after its last
+send; after a send outside of a turn the loop looks too. Used by ``pump.Router`` and ``peer.Peer``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ keeping one would pin."""
 # Without pyzmq's Python layer above them: half the cost of a part.
 _receive: Callable[[Any, int, bool], Any] = BackendSocket.recv
 _send: Callable[[Any, Any, int, bool], Any] = BackendSocket.send
+_get: Callable[[Any, int], Any] = BackendSocket.get
 
 PARTS_KEPT = FRAME_LIMIT + 4
 
@@ -44,6 +45,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._scheduled = False
         self._in_turn = False
+        self._more = False  # messages wait, and nobody was told of them yet
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._open = True
         self._last: Any = None
@@ -59,30 +61,38 @@ class Link:
 
     def _looked(self) -> None:
         self._scheduled = False
-        if self._open and int(self.socket.getsockopt(EVENTS)) & POLLIN:
+        if self._open and (self._more or self.behind()):
             self._turn()
 
     def _turn(self) -> None:
         if not self._open:
             return
-        self._in_turn = True
+        self._in_turn, self._more = True, False
         try:
             self._drain()
         finally:
+            self.flush()
             self._in_turn = False
-            self._flush()
-            self._look()
+            if self._open and (self._more or self.behind()):
+                self._look()
+
+    def behind(self) -> bool:
+        """Whether messages wait now. If so, `drain` is called once more, whatever becomes of them."""
+        self._more = bool(_get(self.socket, EVENTS) & POLLIN)
+        return self._more
 
     def flush_later(self, flush: Callable[[], None]) -> None:
         """Have `flush` called at the end of this turn, or else with the loop's next one."""
         if not self._flushes and not self._in_turn:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
         self._flushes.append(flush)
 
-    def _flush(self) -> None:
-        flushes, self._flushes = self._flushes, []
-        for flush in flushes:
-            flush()
+    def flush(self) -> None:
+        """Have everything leave now that waits for the end of the turn."""
+        while self._flushes:
+            flushes, self._flushes = self._flushes, []
+            for flush in flushes:
+                flush()
 
     def receive(self) -> list[Part] | None:
         """The parts of the next message, or None. Too many parts (a violation) are cut to a few beyond the limit.
@@ -146,6 +156,6 @@ class Link:
     def close(self) -> None:
         """Stop reading, and sending. The socket stays open for its owner to close."""
         if self._open:
-            self._flush()
+            self.flush()
             self._open = False
             self._loop.remove_reader(self._descriptor)

@@ -268,7 +268,7 @@ class Router:
         now = self._loop.time()
         count = size = self._burst_messages = 0
         receive, take, usual = self._link.receive, self._take, self._usual
-        self._receiving = True
+        self._receiving = self._debts.in_turn = True
         try:
             while count + self._burst_messages < TURN_MESSAGES and size < TURN_BYTES:
                 parts = receive()
@@ -276,12 +276,14 @@ class Router:
                     break
                 count += 1
                 size += usual(parts, batch, now) or take(parts, batch, now)
-        finally:
             self._receiving = False
-        if batch:
-            self._on_batch(batch)
-        self._report_closures()
-        self._debts.turn_over()
+            if batch:
+                self._on_batch(batch)
+            self._report_closures()
+        finally:
+            self._receiving = self._debts.in_turn = False
+            self._link.flush()  # what was passed on goes before the answers
+            self._debts.turn_over(size, self._link.behind)
 
     def _usual(self, parts: list[Any], batch: list[Arrival], now: float) -> int:
         """The short way for what comes most: the next message in order, of a lazy kind, within every limit. Its bytes after

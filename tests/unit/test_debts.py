@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from temper.common.credit import Channel
-from temper.common.debts import FEW, LATEST_S, SOON_S, Debts
+from temper.common.debts import FEW, HELD_TURNS, LATEST_S, MUCH_BYTES, SOON_S, Debts
 from temper.common.schema import Ack
 from temper.common.session import Session
 from temper.common.wire import header_fields, unpack_meta
@@ -100,6 +100,35 @@ def test_many_peers_are_answered_for_several_turns_at_once_unless_a_window_hangs
     assert len(stage.loop.later) == 1  # one timer for all of them
     stage.loop.turn()
     assert len(stage.wire.told) == FEW + 1
+
+
+def test_answers_wait_for_a_few_turns_while_messages_wait_to_be_read() -> None:
+    stage = Stage(2)
+    for turn in range(2 * HELD_TURNS + 2):
+        stage.take(0)
+        stage.debts.turn_over(1, behind=lambda: True)
+        assert len(stage.wire.told) == (turn + 1) // (HELD_TURNS + 1)
+    stage.take(1)
+    stage.debts.turn_over(1, behind=lambda: False)  # nothing waits any more
+    assert stage.wire.told[2:] == [(b"1", 1)]
+    stage.take(1, WINDOW // 8)
+    stage.debts.turn_over(1, behind=lambda: True)  # a window hangs on it
+    assert stage.wire.told[3:] == [(b"1", 1 + WINDOW // 8)]
+    stage.loop.turn()
+    assert len(stage.wire.told) == 4 and not stage.loop.later
+
+
+def test_a_turn_that_brought_much_is_answered_a_little_later_with_those_after_it() -> None:
+    stage = Stage(1)
+    stage.debts.in_turn = True
+    for _ in range(3):
+        stage.take(0)
+        stage.debts.turn_over(MUCH_BYTES)
+    assert not stage.wire.told and not stage.loop.soon  # within a turn the loop need not be asked
+    ((delay_s, pay),) = stage.loop.later
+    assert delay_s == SOON_S
+    pay()
+    assert stage.wire.told == [(b"0", 3)]
 
 
 def test_what_is_owed_at_the_end_is_paid() -> None:
