@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from temper.actor.engines.base import Cancel, Engine, GenerateRequest, SamplingParams
+from temper.actor.engines.base import Cancel, Engine, GenerateRequest, SamplingParams, longer_record
 from temper.actor.text import Text
 from temper.actor.tools import ToolSession
 from temper.common.config import Recipe
@@ -67,7 +67,7 @@ class SampleDriver:
         if self._params.want_support:
             self._support += made.support or [[] for _ in made.ids]
         if made.experts is not None:
-            self._experts = made.experts  # of everything so far
+            self._experts = longer_record(self._experts, made.experts)
         self._finish = made.finish_reason
         if made.finish_reason == "abort":
             self.aborted = True

@@ -99,11 +99,16 @@ async def _commit(engine: Engine, model: Any, recipe: Recipe, ordinal: int, base
     import torch
     from temper.common.bits import TensorBits, seal
     from temper.common.delta import encode, stage
+    from temper.learner.mixtures import divided
     from temper.learner.policy import bit_view
 
     name = recipe.model.serving_dtype
     dtype = getattr(torch, name)
-    tensors = {key: TensorBits.of(bit_view(p.detach().to(dtype)), name) for key, p in model.named_parameters()}
+    tensors = {
+        part: TensorBits.of(bit_view(tensor), name)
+        for key, p in model.named_parameters()
+        for part, tensor in divided(key, p.detach().to(dtype), model.config.model_type)
+    }
     new = seal(ordinal, 1, tensors, base)
     await engine.apply(stage(encode(base, new), base))
     return new

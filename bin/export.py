@@ -38,6 +38,7 @@ def export(run_dir: Path, out: Path, bundle: Path, version: int | None, dtype_na
     from safetensors.torch import save_file
     from temper.learner import checkpoint
     from temper.learner.adapters import merged
+    from temper.learner.mixtures import published
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists already: choose a new folder")
@@ -55,8 +56,10 @@ def export(run_dir: Path, out: Path, bundle: Path, version: int | None, dtype_na
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype_name]
     model = {name.removeprefix(PREFIX): tensor for name, tensor in found.tensors.items() if name.startswith(PREFIX)}
     plain = merged(model, float(found.state["trainer"].get("lora_scale", 0.0)))
-    weights = {name: tensor.to(dtype).contiguous() for name, tensor in plain.items()}
-    files["config.json"] = json.dumps({**json.loads(files["config.json"]), "dtype": dtype_name}, indent=1).encode()
+    config = json.loads(files["config.json"])
+    plain = published(plain, config.get("model_type", ""))
+    weights = {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in plain.items()}
+    files["config.json"] = json.dumps({**config, "dtype": dtype_name}, indent=1).encode()
     files.setdefault(TOKENIZER_CONFIG, json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}).encode())
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,9 @@ REQUIRED = {
     "loss_mask": ("uint8", 1),
     "cu_seqlens": ("int64", 8),
 }
-KNOWN = {**REQUIRED, "support_ids": ("int32", 4), "support_cu": ("int64", 8)}
+SUPPORT = {"support_ids": ("int32", 4), "support_cu": ("int64", 8)}
+EXPERTS = "routed_experts"
+KNOWN = {**REQUIRED, **SUPPORT, EXPERTS: ("int16", 2)}
 SMALL_TOKENS = 4096
 """Up to here looking at top bytes is faster than numpy, and copies little."""
 NOT_ABOVE_ZERO = bytes([0, *range(0x80, 0xFF)])
@@ -51,6 +53,9 @@ def check(body: Samples, frames: Sequence[Any]) -> None:
     if "support_cu" in views:
         _support(views, tokens)
     _values(views, starts)
+    if EXPERTS in views:
+        (shape,) = (spec.shape for spec in body.arrays if spec.name == EXPERTS)
+        _experts(views[EXPERTS], shape, tokens)
     for i, meta in enumerate(body.samples):
         _meta(meta, starts[i + 1] - starts[i])
 
@@ -81,14 +86,16 @@ def _views(specs: Sequence[ArraySpec], frames: Sequence[Any]) -> dict[str, memor
             continue
         dtype, size = known
         view = memoryview(frame).cast("B")
-        if spec.dtype != dtype or len(spec.shape) != 1:
-            raise ProtocolError(f"array {name!r} is {spec.dtype}{list(spec.shape)}, expected {dtype} in one dimension")
-        if view.nbytes != spec.shape[0] * size:
+        dimensions = 2 if name == EXPERTS else 1
+        if spec.dtype != dtype or len(spec.shape) != dimensions:
+            wanted = f"{dtype} in {'one dimension' if dimensions == 1 else 'two dimensions'}"
+            raise ProtocolError(f"array {name!r} is {spec.dtype}{list(spec.shape)}, expected {wanted}")
+        if view.nbytes != math.prod(spec.shape) * size:
             raise ProtocolError(f"array {name!r} {dtype}{list(spec.shape)} has a frame of {view.nbytes} bytes")
         if name in views:
             raise ProtocolError(f"array {name!r} appears twice")
         views[name] = view
-    for name in REQUIRED if len(views) == len(REQUIRED) else KNOWN:
+    for name in REQUIRED if views.keys().isdisjoint(SUPPORT) else (*REQUIRED, *SUPPORT):
         if name not in views:
             raise ProtocolError(f"Samples without the array {name!r}")
     return views
@@ -106,6 +113,15 @@ def _support(views: Mapping[str, memoryview], tokens: int) -> None:
     if len(starts) != tokens + 1 or starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 0).any():
         text = f"support_cu {starts[:6].tolist()}... does not divide {total} support_ids"
         raise BadSamples(f"{text} among {tokens} tokens")
+
+
+def _experts(view: memoryview, shape: tuple[int, ...], tokens: int) -> None:
+    """How many layers and experts there are only the learner knows."""
+    if shape[0] != tokens or not shape[1]:
+        raise BadSamples(f"routed_experts of shape {list(shape)} for {tokens} tokens")
+    least = np.frombuffer(view, "<i2").min()
+    if least < -1:
+        raise BadSamples(f"routed_experts holds {int(least)}, expected experts or -1 where unknown")
 
 
 def _values(views: Mapping[str, memoryview], starts: list[int]) -> None:

@@ -179,7 +179,9 @@ class Engine:
         "in_flight"  # new weights and running generations: go on, end first, or stop and resume from their tokens
     )
     kv_on_swap: Literal["keep", "recompute"] = "keep"  # in_flight: keep the KV of the old weights or recompute it
-    routed_experts: bool = False  # sglang, mixtures of experts: samples carry the experts each token was routed to
+    routed_experts: bool = (
+        False  # sglang, mixtures of experts: the learner uses the experts each token was sampled with
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,6 +241,15 @@ LEARNER_GAP = declare(
     "gauge",
     "Mean |learner - engine| log-probability over samples that the version at the start of the step sampled alone.",
 )
+LEARNER_REPLACED = declare(
+    "learner/routing/replaced_share",
+    "share",
+    "gauge",
+    "Replayed (token, layer) pairs where the policy itself would have used other experts (engine.routed_experts).",
+)
+LEARNER_RECORDED = declare(
+    "learner/routing/recorded_share", "share", "gauge", "(Token, layer) pairs whose experts the engine recorded."
+)
 LEARNER_GRADIENT = declare(
     "learner/optimizer/gradient_norm",
     "norm",

@@ -359,6 +359,12 @@ CROSS: list[Rule] = [
         lambda r: f"run.deterministic needs daemons.actors = 1, found {r.daemons.actors}",
     ),
     (
+        lambda r: r.engine.routed_experts and r.engine.kind == "embedded",
+        lambda r: (
+            "engine.routed_experts needs engine.kind = sglang, found embedded: only SGLang says where tokens went"
+        ),
+    ),
+    (
         lambda r: r.run.deterministic and r.engine.kind != "embedded",
         lambda r: f"run.deterministic needs engine.kind = embedded, found {r.engine.kind}",
     ),

@@ -2,13 +2,14 @@
 
 The rows of a micro-batch form prefix trees: whatever tokens rows have in common at their start (a group's prompt,
 few-shot examples of a whole domain, equal beginnings of completions) is one *segment*, computed once; every token
-attends to its own path from the root and nothing else. Loss and gradient equal those of each row on its own.
+attends to its own path from the root and nothing else. Tokens with different experts on record are not in common. Loss and
+gradient equal those of each row on its own.
 
 Guarantees: the same rows give the same micro-batches in whatever order they arrive (rows are laid out in the order of
 their tokens); tokens after the last trained one, and rows without any, are not computed; a row is never divided
 between micro-batches. Pure numpy; called by `step` and, through it, by the in-process loop.
 
-Legend: R rows, T packed tokens, M trained tokens, S segments, B items of a bucket with Q queries and K keys each.
+Legend: R rows, N tokens, T packed tokens, M trained tokens, S segments, B items of a bucket with Q queries and K keys each.
 """
 
 from __future__ import annotations
@@ -40,20 +41,38 @@ class Rows:
 
     `tokens` i32, divided among the rows by `offsets` i64[R+1]; `trained` i64[M]: ascending positions >= 1 within their
     row of the tokens that have a gradient, divided by `cu_seqlens` i64[R+1]. `computed` i64[R]: tokens that must be
-    forwarded, those before the last trained one.
+    forwarded, those before the last trained one. `experts` i16[N, layers, experts per token], or None: on record, see
+    `routing_replay`. `symbols` i64[N]: equal where token and experts are, ordered by token first.
     """
 
     tokens: Array
     offsets: Array
     trained: Array
     cu_seqlens: Array
+    experts: Array | None = None
     computed: Array = field(init=False)
+    symbols: Array = field(init=False)
 
     def __post_init__(self) -> None:
         counts = np.diff(self.cu_seqlens)
         computed = np.zeros(len(counts), dtype=np.int64)
         computed[counts > 0] = self.trained[self.cu_seqlens[1:][counts > 0] - 1]
         object.__setattr__(self, "computed", computed)
+        object.__setattr__(
+            self, "symbols", self.tokens if self.experts is None else _symbols(self.tokens, self.experts)
+        )
+
+
+def _symbols(tokens: Array, experts: Array) -> Array:
+    if not len(tokens):
+        return np.zeros(0, dtype=np.int64)
+    ids = tokens.astype(">u4")[:, None].view(">u2")
+    cells = np.concatenate([ids, experts.reshape(len(tokens), -1).astype(">i2").view(">u2")], axis=1)
+    order = np.argsort(np.ascontiguousarray(cells).view(f"V{2 * cells.shape[1]}").reshape(-1), kind="stable")
+    ordered = cells[order]
+    symbols = np.zeros(len(tokens), dtype=np.int64)
+    symbols[order[1:]] = np.cumsum((ordered[1:] != ordered[:-1]).any(1))
+    return symbols
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,10 +94,11 @@ class Bucket:
 class Microbatch:
     """One forward and backward.
 
-    `input_ids`, `positions` i64[T]; attention in `buckets`, whose outputs, laid one after another (B*Q rows each), are
-    brought into packed order by `restore` i64[T] (None: they are). Trained token j has the id `target[j]`, is predicted
-    from packed position `predict[j]` and is entry `flat[j]` of the step's trained tokens; `cu_seqlens` i64[R+1] divides
-    the trained tokens among the rows `rows` i64[R] (numbers in the step).
+    `input_ids`, `positions` i64[T], `experts` i16[T, layers, experts per token] if the rows have any; attention in
+    `buckets`, whose outputs, laid one after another (B*Q rows each), are brought into packed order by `restore` i64[T]
+    (None: they are). Trained token j has the id `target[j]`, is predicted from packed position `predict[j]` and is entry
+    `flat[j]` of the step's trained tokens; `cu_seqlens` i64[R+1] divides the trained tokens among the rows `rows` i64[R]
+    (numbers in the step).
     """
 
     input_ids: Array
@@ -91,6 +111,7 @@ class Microbatch:
     cu_seqlens: Array
     rows: Array
     row_tokens: int  # tokens that the same rows hold, without sharing
+    experts: Array | None = None
 
     @property
     def packed_tokens(self) -> int:
@@ -107,19 +128,19 @@ def plan(rows: Rows, tokens_per_microbatch: int, include: Array | None = None) -
         return []
     lengths = rows.computed[members]
     width = int(lengths.max())
-    ids = np.zeros((len(members), width), dtype=">u4")  # id + 1; 0 is padding, so that a prefix sorts first
-    ids[np.arange(width) < lengths[:, None]] = rows.tokens[ragged(rows.offsets[members], lengths)] + 1
+    ids = np.zeros((len(members), width), dtype=">u4")  # symbol + 1; 0 is padding, so that a prefix sorts first
+    ids[np.arange(width) < lengths[:, None]] = rows.symbols[ragged(rows.offsets[members], lengths)] + 1
     order = np.argsort(ids.view(f"V{4 * width}").reshape(-1), kind="stable")
-    members, lengths, ids = members[order], lengths[order], ids[order].astype(np.int64) - 1
+    members, lengths, ids = members[order], lengths[order], ids[order]
     differ = ids[1:] != ids[:-1]
     shared = np.concatenate([[0], np.where(differ.any(1), differ.argmax(1), lengths[1:])])
     batches, low, size = [], 0, 0
     for i, (length, common) in enumerate(zip(lengths.tolist(), shared.tolist(), strict=True)):
         if i > low and size + length - common > tokens_per_microbatch:
-            batches.append(_pack(rows, members[low:i], ids[low:i], lengths[low:i], shared[low:i]))
+            batches.append(_pack(rows, members[low:i], lengths[low:i], shared[low:i]))
             low, size = i, 0
         size += length - (common if i > low else 0)
-    batches.append(_pack(rows, members[low:], ids[low:], lengths[low:], shared[low:]))
+    batches.append(_pack(rows, members[low:], lengths[low:], shared[low:]))
     return batches
 
 
@@ -175,7 +196,7 @@ class _Tree:
         return _Tree(*(getattr(self, name)[order] for name in ("low", "high", "begin", "end", "tree", "start")))
 
 
-def _pack(rows: Rows, members: Array, ids: Array, lengths: Array, shared: Array) -> Microbatch:
+def _pack(rows: Rows, members: Array, lengths: Array, shared: Array) -> Microbatch:
     low, high, begin, end = np.asarray(segments(lengths.tolist(), shared.tolist()), dtype=np.int64).T
     roots = np.sort(low[begin == 0])
     seg = _Tree(low, high, begin, end, np.searchsorted(roots, low, "right") - 1, np.zeros_like(low))
@@ -198,7 +219,7 @@ def _pack(rows: Rows, members: Array, ids: Array, lengths: Array, shared: Array)
     counts = np.cumsum([0, *(len(part) for part in order)])
     seg = seg.pick(np.concatenate(order))
     seg.start = np.cumsum(seg.width) - seg.width
-    paths = _paths(seg, ids.shape)
+    paths = _paths(seg, (len(members), int(lengths.max())))
     buckets = [_tree_bucket(seg.pick(np.arange(counts[i], counts[i + 1])), paths) for i in range(len(tree_parts))]
     buckets += [
         _segment_bucket(seg.pick(np.arange(counts[i], counts[i + 1])), paths)
@@ -206,9 +227,10 @@ def _pack(rows: Rows, members: Array, ids: Array, lengths: Array, shared: Array)
     ]
     trained = np.diff(rows.cu_seqlens)[members]
     flat = ragged(rows.cu_seqlens[members], trained)
+    source = ragged(rows.offsets[members[seg.low]] + seg.begin, seg.width)
     of_row, position = np.repeat(np.arange(len(members)), trained), rows.trained[flat]
     return Microbatch(
-        input_ids=ids.reshape(-1)[ragged(seg.low * ids.shape[1] + seg.begin, seg.width)],
+        input_ids=rows.tokens[source].astype(np.int64),
         positions=ragged(seg.begin, seg.width),
         buckets=tuple(bucket for bucket, _ in buckets),
         restore=_restore(buckets),
@@ -218,6 +240,7 @@ def _pack(rows: Rows, members: Array, ids: Array, lengths: Array, shared: Array)
         cu_seqlens=np.concatenate([[0], np.cumsum(trained)]),
         rows=members,
         row_tokens=int(np.diff(rows.offsets)[members].sum()),
+        experts=None if rows.experts is None else rows.experts[source],
     )
 
 

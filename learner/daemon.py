@@ -199,7 +199,8 @@ class LearnerDaemon(PeerDaemon):
         self._session = await self.off_loop(Session, loaded.model, recipe)
         session = self._session
         self._examiner = Examiner(session, recipe, self.records, self.board, self.peer.post)
-        self._intake = Intake(session.trainer.policy.head.shape[0], recipe.pacing, self.examiner, self.peer.post)
+        policy = session.trainer.policy
+        self._intake = Intake(policy.head.shape[0], recipe.pacing, self.examiner, self.peer.post, policy.routing)
         resumed = await self.off_loop(self._restore) if self._resume else None
         self.publisher.threads = threads
         self.spawn(self.publisher.run(), "publisher")

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from temper.common.arrays import divide, unpacked
+from temper.common.arrays import divide, unpack_arrays, unpacked
 from temper.common.errors import ProtocolError
 from temper.common.schema import ArraySpec, Group, Lane, SampleMeta, Samples, unpack_frames
 from temper.kernels.flags import SUPPORT_LIMIT
+from temper.learner.routing_replay import NAME, Routing
 
 Array = NDArray[Any]
 
@@ -30,7 +31,8 @@ class SampleData:
 
     `tokens` i32[N]; `mask` bool[N], true where the engine sampled the token; `behaviour_logprob` f32[N] (nats, 0 where
     the mask is false); `ordinal` i64[N], the version that sampled each token; `support_ids` i32[M] with `support_cu`
-    i64[N+1] where the engine cut the distribution (top-p, top-k, min-p). `reward` None: outside baseline and loss.
+    i64[N+1] where the engine cut the distribution (top-p, top-k, min-p); `experts` i16[N, layers, experts per token] that
+    the engine used, -1 where unknown. `reward` None: outside baseline and loss.
     """
 
     index: int
@@ -47,6 +49,7 @@ class SampleData:
     task_key: str = ""
     support_ids: Array | None = None
     support_cu: Array | None = None
+    experts: Array | None = None
 
     @property
     def generated(self) -> int:
@@ -83,9 +86,12 @@ class GroupData:
         return sum(s.reward is not None for s in self.samples)
 
 
-def _part_arrays(specs: Sequence[ArraySpec], frames: Sequence[Any]) -> dict[str, Array]:
+def _part_arrays(specs: Sequence[ArraySpec], frames: Sequence[Any], routing: Routing | None) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
+    records: Array | None = None
     for spec, frame in zip(specs, unpacked(specs, frames), strict=True):
+        if spec.name == NAME and routing is not None:
+            [records] = unpack_arrays([spec], [frame]).values()
         want = REQUIRED.get(spec.name) or OPTIONAL.get(spec.name)
         if want is None:
             continue
@@ -104,6 +110,8 @@ def _part_arrays(specs: Sequence[ArraySpec], frames: Sequence[Any]) -> dict[str,
     for name in ("behaviour_logprob", "loss_mask"):
         if len(arrays[name]) != total:
             raise ProtocolError(f"{len(arrays[name])} values of {name} for {total} tokens")
+    if records is not None and routing is not None:
+        arrays[NAME] = routing.checked(records, total)
     return arrays
 
 
@@ -168,18 +176,26 @@ def _sample(meta: SampleMeta, arrays: dict[str, Array], start: int, stop: int) -
         task_key=meta.task_key,
         support_ids=support_ids,
         support_cu=support_cu,
+        experts=arrays[NAME][start:stop] if NAME in arrays else None,
     )
 
 
-def parse_group(body: Group, frames: Sequence[Any], vocabulary: int | None = None) -> GroupData:
+def parse_group(
+    body: Group, frames: Sequence[Any], vocabulary: int | None = None, routing: Routing | None = None
+) -> GroupData:
     """The group in a message. ProtocolError when arrays, metas and frames do not fit together, or (`vocabulary`: size)
-    hold ids that the model does not have."""
+    hold ids that the model does not have. `routing`: the model's, if samples of the train lane are to say where their tokens
+    went."""
     parts, frames = body.parts, list(frames)
     if body.facts:
         parts, frames = unpack_frames(frames[: body.facts], list[Samples]), frames[body.facts :]
     samples: dict[int, SampleData] = {}
     for part, own in zip(parts, divide([part.arrays for part in parts], frames), strict=True):
-        arrays = _part_arrays(part.arrays, own)
+        arrays = _part_arrays(part.arrays, own, routing)
+        if routing is not None and body.lane == "train" and NAME not in arrays:
+            raise ProtocolError(
+                f"samples without {NAME}, which engine.routed_experts asks for: does the actor read this recipe?"
+            )
         cu = arrays["cu_seqlens"]
         if len(cu) != len(part.samples) + 1 or cu[0] != 0 or cu[-1] != len(arrays["tokens"]) or (np.diff(cu) < 0).any():
             raise ProtocolError(

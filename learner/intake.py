@@ -14,27 +14,35 @@ from temper.common.log import log
 from temper.common.schema import Demand, Group, Holding, Lane, Void
 from temper.learner.examiner import Examiner
 from temper.learner.inbox import GroupData, Inbox, parse_group, void_reason
+from temper.learner.routing_replay import Routing
 
 LANES: tuple[Lane, ...] = ("demo", "train")
 
 
 class Intake:
-    """`inbox`: groups that wait for a step; `training`: ids of those in the step that runs. `vocabulary`: token ids."""
+    """`inbox`: groups that wait for a step; `training`: ids of those in the step that runs. `vocabulary`: token ids;
+    `routing`: the model's, if its experts are replayed."""
 
     def __init__(
-        self, vocabulary: int, pacing: Pacing, examiner: Examiner, post: Callable[[Demand | Void], object]
+        self,
+        vocabulary: int,
+        pacing: Pacing,
+        examiner: Examiner,
+        post: Callable[[Demand | Void], object],
+        routing: Routing | None = None,
     ) -> None:
         self.inbox = Inbox()
         self.training: list[int] = []
         self.examiner = examiner
         self._vocabulary = vocabulary
+        self._routing = routing
         self._pacing = pacing
         self._post = post
 
     def take(self, body: Group, frames: list[memoryview]) -> None:
         """One group of any lane."""
         try:
-            group = parse_group(body, frames, self._vocabulary)
+            group = parse_group(body, frames, self._vocabulary, self._routing)
         except ProtocolError as error:
             log(f"group {body.group_id} of {body.domain} is malformed and given up: {error}")
             if body.lane != "eval":

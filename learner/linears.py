@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP")
+MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "Qwen2MoeMLP", "Qwen3MoeMLP")
 
 
 class Rounded:

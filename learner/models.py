@@ -21,7 +21,10 @@ from temper.common.model_files import NAMES, end_ids, object_in
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+)
 END = "<eos>"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-KINDS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+KINDS = tuple(f"{of}RMSNorm" for of in ("Llama", "Qwen2", "Qwen3", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"))
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -19,14 +19,16 @@ from temper.kernels.linear_logprob import LogprobOut, linear_logprob
 from temper.learner.attention import ATTENTION, tree_of
 from temper.learner.batching import Microbatch
 from temper.learner.linears import Rounded, fuse_linears
+from temper.learner.mixtures import group_experts
 from temper.learner.norms import fuse_norms
 from temper.learner.rotary import fuse_rotary
+from temper.learner.routing_replay import Replay, install
 from transformers import PreTrainedModel
 
 Entropy = Literal["none", "value", "grad"]
 Support = tuple[torch.Tensor, torch.Tensor]
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -36,7 +38,8 @@ class Policy:
     `compute_dtype` bfloat16 runs forward and backward under autocast; gradients arrive in the masters' fp32. On CPU
     `rounded` then holds the weights in that dtype, and the embeddings' gradients are added where they belong at once.
     `checkpointing` recomputes each layer in backward instead of keeping its activations. `check` is called between layers,
-    forward and backward, and may raise.
+    forward and backward, and may raise. With `routed_experts` the layers of a mixture use the experts that a micro-batch has
+    on record; `replay` is what the last forward did with them.
     """
 
     def __init__(
@@ -46,11 +49,22 @@ class Policy:
         compute_dtype: torch.dtype = torch.float32,
         checkpointing: bool = False,
         check: Callable[[], None] | None = None,
+        routed_experts: bool = False,
     ) -> None:
         config: Any = model.config
         if config.model_type not in MODEL_TYPES:
             raise ConfigError(
                 f"model.path is a model of type {config.model_type!r}; this release trains {', '.join(MODEL_TYPES)}"
+            )
+        if getattr(config, "sliding_window", None) and (
+            config.model_type == "mixtral" or "sliding_attention" in (getattr(config, "layer_types", None) or ())
+        ):
+            raise ConfigError(
+                f"model.path has sliding-window attention over {config.sliding_window} tokens; this release trains full attention"
+            )
+        if getattr(config, "router_jitter_noise", 0.0):
+            raise ConfigError(
+                f"model.path has router_jitter_noise = {config.router_jitter_noise}, expected 0: no engine samples with it"
             )
         self.model = model
         self.device = next(model.parameters()).device
@@ -60,6 +74,9 @@ class Policy:
         config._attn_implementation = ATTENTION
         fuse_norms(model)
         fuse_rotary(model)
+        group_experts(model)
+        self.routing = install(model) if routed_experts else None
+        self.replay: Replay | None = None
         self.rounded: Rounded | None = None
         if self.device.type == "cpu" and compute_dtype != torch.float32 and master == torch.float32:
             self.rounded = Rounded(compute_dtype)
@@ -92,6 +109,8 @@ class Policy:
     def hidden(self, batch: Microbatch) -> torch.Tensor:
         """[T, H] last hidden states of the packed tokens."""
         backbone: Any = self.model.base_model
+        recorded = batch.experts if self.routing is not None else None
+        self.replay = None if recorded is None else Replay(recorded, self.device)
         if self.rounded is not None and torch.is_grad_enabled():
             _give_gradient(self._embedding.weight)  # which sparse ones are added to
         with self._autocast():
@@ -100,6 +119,7 @@ class Policy:
                 position_ids=torch.from_numpy(batch.positions).to(self.device)[None],
                 use_cache=False,
                 tree=tree_of(batch, self.device, self._attention_dtype),
+                replay=self.replay,
             )
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden

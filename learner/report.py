@@ -49,6 +49,11 @@ class Sums:
         old_total, old_count = self.values.get(name, (0.0, 0.0))
         self.values[name] = (old_total + total, old_count + count)
 
+    def add_replay(self, replaced: int, recorded: int, size: int) -> None:
+        """Add what `Replay.counts` said of one micro-batch."""
+        self.add(names.LEARNER_REPLACED, replaced, recorded)
+        self.add(names.LEARNER_RECORDED, recorded, size)
+
     def add_loss(self, found: Mapping[str, tuple[Any, Any]], *, demo: bool = False) -> None:
         """Add what `policy_loss` reported for one micro-batch; of demonstrations, which no policy sampled, little."""
         pairs = {name: (float(total), float(count)) for name, (total, count) in found.items()}

@@ -13,7 +13,7 @@ import torch
 from temper.learner.attention import tree_attention
 from transformers import PreTrainedModel
 
-KINDS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
+KINDS = tuple(f"{of}Attention" for of in ("Llama", "Qwen2", "Qwen3", "Mixtral", "Qwen2Moe", "Qwen3Moe"))
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float) -> torch.Tensor:

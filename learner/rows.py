@@ -79,7 +79,8 @@ def collect(
     places = np.flatnonzero(fresh & np.repeat(~overlong, lengths))
     cu_seqlens = np.searchsorted(places, offsets)
     trained = places - np.repeat(offsets[:-1], np.diff(cu_seqlens))
-    rows = Rows(_join([sample.tokens for sample in samples], np.int32), offsets, trained, cu_seqlens)
+    tokens = _join([sample.tokens for sample in samples], np.int32)
+    rows = Rows(tokens, offsets, trained, cu_seqlens, _experts(samples))
     totals = np.concatenate([[0], np.cumsum(sampled)])
     return StepRows(
         groups=ordered,
@@ -108,6 +109,20 @@ def _by_index(group: GroupData) -> GroupData:
 
 def _join(parts: Sequence[Array], dtype: Any) -> Array:
     return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype=dtype)
+
+
+def _experts(samples: Sequence[SampleData]) -> Array | None:
+    """i16[N, layers, experts per token] on record, -1 in samples without; None if no sample has any."""
+    shape = next((sample.experts.shape[1:] for sample in samples if sample.experts is not None), None)
+    if shape is None:
+        return None
+    parts = [sample.experts for sample in samples]
+    return np.concatenate(
+        [
+            np.full((len(sample.tokens), *shape), -1, np.int16) if part is None else part
+            for sample, part in zip(samples, parts, strict=True)
+        ]
+    )
 
 
 def _token_rewards(samples: Sequence[SampleData], rows: Rows) -> Array:

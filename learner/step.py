@@ -79,13 +79,16 @@ class Trainer:
         self.lora = lora_of(recipe.model)
         if self.lora is not None:
             attach(model, self.lora, recipe.run.seed)
-        self.frozen: dict[str, TensorBits] = {}  # serving bits of what is not trained
+        self.frozen: dict[str, dict[str, TensorBits]] = {}  # serving bits of each master that is not trained
         self.policy = Policy(
             model,
             compute_dtype=DTYPES[recipe.model.compute_dtype],
             checkpointing=recipe.optimizer.activation_checkpointing,
             check=self._check,
+            routed_experts=recipe.engine.routed_experts,
         )
+        if self.policy.routing is not None:
+            self.policy.routing.check_length(recipe.model.max_length_tokens)
         self.optimizer = Optimizer(self.policy.trained_masters(), recipe.optimizer)
         self.steps_done = 0
         self.warm_steps_done = 0
@@ -238,6 +241,8 @@ class Trainer:
             sums.add(names.LEARNER_PACKED, float(batch.packed_tokens))
             sums.add(names.LEARNER_ROW_TOKENS, float(batch.row_tokens))
             sums.add(names.LEARNER_TOKENS, float(len(batch.flat)))
+            if self.policy.replay is not None:
+                sums.add_replay(*self.policy.replay.counts())
             if first:
                 gap = np.abs(logprob - data.behaviour_logprob[batch.flat])
                 gap = gap[np.repeat(data.pure[batch.rows], np.diff(batch.cu_seqlens))]

@@ -14,6 +14,7 @@ from temper.common.bits import TensorBits
 from temper.common.errors import ConfigError
 from temper.learner.checkpoint import TENSORS
 from temper.learner.gather import serving
+from temper.learner.mixtures import divided
 from temper.learner.policy import DTYPES, bit_view
 
 if TYPE_CHECKING:
@@ -22,16 +23,20 @@ if TYPE_CHECKING:
 
 def serving_tensors(trainer: Trainer) -> dict[str, TensorBits]:
     """The weights in the serving dtype, cast once (the next step computes with the same tensors where that is its dtype),
-    as bits by canonical name, tied ones once; copies that the next step does not touch. What is not trained is cast when
-    first asked for and is the same object ever after."""
+    as bits by their names in a checkpoint, tied ones once; copies that the next step does not touch. What is not trained
+    is cast when first asked for and is the same object ever after."""
     dtype = trainer.recipe.model.serving_dtype
     named, trained = trainer.policy.named_masters(), trainer.policy.trained_masters()
     wanted = {name: p for name, p in named.items() if name in trained or name not in trainer.frozen}
     rounded = trainer.policy.rounded
     cast = rounded.of if rounded is not None and rounded.dtype == DTYPES[dtype] else None
-    fresh = {name: TensorBits.of(bit_view(t), dtype) for name, t in serving(wanted, DTYPES[dtype], cast=cast)}
-    trainer.frozen |= {name: tensor for name, tensor in fresh.items() if name not in trained}
-    return {name: fresh.get(name) or trainer.frozen[name] for name in named}
+    kind = str(trainer.policy.model.config.model_type)
+    fresh = {
+        name: {part: TensorBits.of(bit_view(t), dtype) for part, t in divided(name, whole, kind)}
+        for name, whole in serving(wanted, DTYPES[dtype], cast=cast)
+    }
+    trainer.frozen |= {name: tensors for name, tensors in fresh.items() if name not in trained}
+    return {part: bits for name in named for part, bits in (fresh.get(name) or trainer.frozen[name]).items()}
 
 
 def state(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

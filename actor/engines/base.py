@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
 from temper.actor.engines.lines import TokenLines
 from temper.common.errors import EngineError
 from temper.common.schema import Version
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
     from temper.common.delta import StagedUpdate
 
@@ -77,6 +77,16 @@ class Generation:
     finish_reason: Literal["stop", "length", "abort"]
     support: list[list[int]] | None = None
     experts: npt.NDArray[np.int16] | None = None
+
+
+def longer_record(
+    experts: npt.NDArray[np.int16] | None, later: npt.NDArray[np.int16] | None
+) -> npt.NDArray[np.int16] | None:
+    """The routed experts of a sequence that went on: what a token went to first stays, even if a later request fed it again
+    (its log-probability is of then), and `later`, of the whole sequence, says it of the rest."""
+    if experts is None or later is None:
+        return later if experts is None else experts
+    return np.concatenate([experts, later[len(experts) :]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from temper.actor.engines.base import Engine, EngineCaps
 from temper.actor.engines.embedded import EmbeddedEngine
 from temper.actor.engines.sglang_home import completed
 from temper.actor.engines.sglang_host import ServerShape, SglangHost
+from temper.actor.engines.sglang_models import check as check_served
+from temper.actor.engines.sglang_models import record_width
 from temper.common.config import Recipe
 from temper.common.errors import ConfigError
 from temper.common.log import log
@@ -91,6 +93,12 @@ async def _sglang(recipe: Recipe, files: Mapping[str, bytes], config: Mapping[st
     from temper.actor.engines.sglang import SglangEngine
     from temper.actor.engines.sglang_request import SUPPORT_LIMIT, TIES
 
+    check_served(config)
+    if recipe.engine.routed_experts and not record_width(config):
+        raise ConfigError(
+            f"engine.routed_experts = true, but the model is a {config.get('model_type')!r} without num_experts_per_tok: it"
+            " routes nothing, set engine.routed_experts = false"
+        )
     shape = ServerShape(
         recipe.model.serving_dtype,
         recipe.engine.max_rows,

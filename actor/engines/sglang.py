@@ -10,6 +10,7 @@ weights are `sglang_fleet`'s. Called by the daemon.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from temper.actor.engines.sglang_answer import Answer
 from temper.actor.engines.sglang_fleet import Fleet
 from temper.actor.engines.sglang_host import ServerShape, SglangHost
 from temper.actor.engines.sglang_http import ServerBusy, ServerDown
+from temper.actor.engines.sglang_models import record_width
 from temper.actor.engines.sglang_push import name_of
 from temper.actor.engines.sglang_request import Requests
 from temper.actor.loops import on_loop
@@ -55,7 +57,7 @@ class SglangEngine:
             True, True, False, False, shape.max_length_tokens, shape.max_rows, routed_experts=shape.routed_experts
         )
         self._vocabulary = vocabulary
-        self._requests = Requests(vocabulary)
+        self._requests = Requests(vocabulary, record_width(json.loads(files["config.json"])))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle_since: float | None = time.perf_counter()
         self.counts: Counts = self.fleet.counts

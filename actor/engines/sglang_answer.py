@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from temper.actor.engines.base import Generation, SamplingParams
+from temper.actor.engines.base import Generation, SamplingParams, longer_record
 from temper.common.errors import EngineError
 
 Runs = list[tuple[int, int, int]]
@@ -65,7 +65,7 @@ class Answer:
             runs,
             other.finish_reason,
             support,
-            other.experts,  # of the whole sequence
+            longer_record(self.experts, other.experts),
             self.retractions + other.retractions,
         )
 
@@ -77,8 +77,9 @@ class Answer:
         return Generation(self.ids, self.logprobs, self.version_runs, reason, self.support, self.experts)  # type: ignore[arg-type]
 
 
-def parse(body: Any, params: SamplingParams, before: int = 0) -> Answer:
-    """The answer to one request of `before` tokens with `params`. EngineError names what is missing or wrong."""
+def parse(body: Any, params: SamplingParams, before: int = 0, width: int = 0) -> Answer:
+    """The answer to one request of `before` tokens with `params`; `width`: routed experts of each token, 0 where the model
+    doesn't say. EngineError names what is missing or wrong."""
     try:
         ids = [int(token) for token in body["output_ids"]]
         meta = body["meta_info"]
@@ -119,11 +120,11 @@ def parse(body: Any, params: SamplingParams, before: int = 0) -> Answer:
     support = None
     if params.want_support:
         support = [[int(token) for token in kept] for kept in mask or []]
-    experts = _experts(routed, before + len(ids) - 1) if params.want_experts else None
+    experts = _experts(routed, before + len(ids) - 1, width) if params.want_experts and ids else None
     return Answer(ids, logprobs, runs, reason, support, experts, retractions, labels)
 
 
-def _experts(routed: Any, rows: int) -> npt.NDArray[np.int16]:
+def _experts(routed: Any, rows: int, width: int) -> npt.NDArray[np.int16]:
     """int16[rows, layers * experts per token] from base64 of int32s: all tokens but the last, which was not fed back."""
     try:
         flat = np.frombuffer(base64.b64decode(routed or "", validate=True), "<i4")
@@ -132,6 +133,10 @@ def _experts(routed: Any, rows: int) -> npt.NDArray[np.int16]:
     if rows < 1 or flat.size == 0 or flat.size % rows:
         raise EngineError(
             f"sglang: {flat.size} routed experts for {rows} tokens: they were asked for and are incomplete"
+        )
+    if width and flat.size != rows * width:
+        raise EngineError(
+            f"sglang: {flat.size} routed experts for {rows} tokens, expected {width} for each: does it serve this model?"
         )
     if flat.min() < 0 or flat.max() > np.iinfo(np.int16).max:
         raise EngineError(f"sglang: routed experts from {flat.min()} to {flat.max()}")

@@ -24,7 +24,9 @@ CLOSE_ABORT_S = 1.0
 class Requests:
     """Sends requests, aborts them when told to, and knows those under way. Lives on the engine's event loop."""
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, width: int = 0) -> None:
+        """`vocabulary`: ids of the model; `width`: routed experts of each token, 0 if unknown."""
+        self._width = width
         # With top-p or min-p alone the server wants a top-k whose ids it can name; the whole vocabulary where that fits.
         self._widest = vocabulary if vocabulary <= SUPPORT_LIMIT else SUPPORT_LIMIT - TIES
         # All ids have one length: the server aborts every request whose id *begins* with the one named.
@@ -60,9 +62,8 @@ class Requests:
         if cancel is not None:
             cancel.attach(abort)
         try:
-            return parse(
-                await client.post("/generate", body_of(rid, params, ids, budget, key, self._widest)), params, len(ids)
-            )
+            body = body_of(rid, params, ids, budget, key, self._widest)
+            return parse(await client.post("/generate", body), params, len(ids), self._width)
         except asyncio.CancelledError:
             abort()
             raise

@@ -43,7 +43,7 @@ def from_config(config: Mapping[str, Any]) -> ModelShape:
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"config.json: architecture {architecture}, the embedded engine runs {', '.join(ARCHITECTURES)}"
+            f"config.json: architecture {architecture}, the embedded engine runs {', '.join(ARCHITECTURES)}; use sglang"
         )
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"config.json: hidden_act {config['hidden_act']!r}, the embedded engine knows 'silu'")

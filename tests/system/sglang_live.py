@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from temper.actor.engines.sglang_home import completed, installed
 from temper.actor.engines.sglang_host import ServerShape, SglangHost
 from temper.common.bits import TensorBits, Weights, seal
 from temper.common.delta import StagedUpdate, encode, stage
+from temper.learner.mixtures import published
 from transformers import DynamicCache
 
 T = TypeVar("T")
@@ -109,10 +110,13 @@ class Live:
     def update(self, *, whole: bool = False) -> StagedUpdate:
         """The model's present weights as the next version, and how to get there."""
         self.ordinal += 1
-        tensors = {name: TensorBits.of(tensor.numpy().copy()) for name, tensor in checkpoint(self.model)}
+        tensors = {name: TensorBits.of(tensor.numpy().copy()) for name, tensor in self._checkpoint().items()}
         base = None if whole else self.held
         self.held = seal(self.ordinal, LINEAGE, tensors, base)
         return stage(list(encode(base, self.held)), base)
+
+    def _checkpoint(self) -> dict[str, torch.Tensor]:
+        return published({name: p.detach() for name, p in self.model.named_parameters()}, self.model.config.model_type)
 
     async def publish(self) -> StagedUpdate:
         """Give the engine the model's present weights."""
@@ -134,23 +138,6 @@ class Live:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
         self.loop.close()
-
-
-def checkpoint(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters under their names in a checkpoint, where each expert has tensors of its own."""
-    for name, parameter in model.named_parameters():
-        tensor = parameter.detach()
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            yield name, tensor
-            continue
-        prefix, kind = name.rsplit(".", 1)
-        for number, expert in enumerate(tensor):
-            if kind == "down_proj":
-                yield f"{prefix}.{number}.down_proj.weight", expert
-            else:
-                gate, up = expert.chunk(2)
-                yield f"{prefix}.{number}.gate_proj.weight", gate
-                yield f"{prefix}.{number}.up_proj.weight", up
 
 
 def ask(prompt: Sequence[int] = (5, 6, 7, 8), **params: Any) -> GenerateRequest:

@@ -1,7 +1,7 @@
 """The SGLang engine against the real server on CPU: the distribution sampled from, updates in flight, failures.
 
-Three models, a server each, started side by side: the demo's own Llama (so that `temper check engine` fits it), a Qwen3, and
-a Qwen3 with a mixture of experts.
+A server for each model, started side by side: the demo's own Llama (so that `temper check engine` fits it), a Qwen3, a Qwen3
+with a mixture of experts, and other mixtures for what is a matter of theirs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
-from temper.actor.engines.base import Cancel
+from temper.actor.engines.base import Cancel, GenerateRequest, Generation
 from temper.actor.engines.sglang_answer import Answer
 from temper.actor.engines.sglang_request import body_of
 from temper.actor.engines.sglang_weights import packed
@@ -28,7 +30,9 @@ from temper.cli.check import main as check_main
 from temper.common import recipe as recipes
 from temper.common.errors import EngineError
 from temper.learner import models
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from temper.learner.batching import Rows, plan
+from temper.learner.policy import Policy
+from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3Config, Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -73,30 +77,35 @@ def qwen3() -> tuple[Any, dict[str, bytes]]:
     return model, {"config.json": json.dumps(settings).encode()}
 
 
-def mixture() -> tuple[Any, dict[str, bytes]]:
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=LENGTH,
-        bos_token_id=None,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-    )
+def mixture(kind: str = "qwen3_moe") -> tuple[Any, dict[str, bytes]]:
+    shape: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4 if kind == "olmoe" else 2,
+        "max_position_embeddings": LENGTH,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    config: Any
+    if kind == "mixtral":
+        config = MixtralConfig(**shape, num_local_experts=8)
+    elif kind == "olmoe":
+        config = OlmoeConfig(**shape, num_experts=8)
+    else:
+        config = Qwen3MoeConfig(**shape, head_dim=32, moe_intermediate_size=32, num_experts=8, norm_topk_prob=True)
     model = shaken(_make(config))
     settings = config.to_dict() | {"architectures": [type(model).__name__]}
     return model, {"config.json": json.dumps(settings).encode()}
 
 
-MODELS = {"llama": llama, "qwen3": qwen3, "mixture": mixture}
+MIXTURES = {"mixture": mixture, "mixtral": partial(mixture, "mixtral"), "olmoe": partial(mixture, "olmoe")}
+MODELS = {"llama": llama, "qwen3": qwen3, **MIXTURES}
 llama_only = pytest.mark.parametrize("live", ["llama"], indirect=True)  # what is no matter of the architecture
 
 
@@ -112,14 +121,14 @@ def lives(
         folders = {name: tmp_path_factory.mktemp(name) for name in names}
         # built one by one: transformers is not made for threads
         built = {name: MODELS[name]() for name in names}
-        made = {name: pool.submit(Live, *built[name], folders[name], experts=name == "mixture") for name in names}
+        made = {name: pool.submit(Live, *built[name], folders[name], experts=name in MIXTURES) for name in names}
         yield made
         for each in made.values():
             if each.exception() is None:
                 each.result().close()
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=["llama", "qwen3", "mixture"])
 def live(request: pytest.FixtureRequest, lives: dict[str, Future[Live]]) -> Live:
     """One server for all tests of a model."""
     return lives[request.param].result()
@@ -351,6 +360,53 @@ def test_experts_are_those_that_the_learners_model_routes_to(live: Live) -> None
             await live.publish()
 
     live.run(scenario())
+
+
+@pytest.mark.parametrize("live", list(MIXTURES), indirect=True)
+def test_the_learner_replays_what_the_server_routed(live: Live) -> None:
+    """The learner's packed forward with the recorded experts gives the server's log-probabilities and, with the same
+    weights, chooses the same experts itself; with other routers only the replay keeps it from choosing others."""
+
+    async def scenario() -> tuple[Any, list[GenerateRequest], list[Generation]]:
+        live.change()
+        await live.publish()
+        prompts = [(5, 6, 7, 8), (5, 6, 7, 9, 10), (11, 12)]
+        requests = [ask(prompts[seed % 3], seed=seed, want_experts=True, max_new_tokens=24) for seed in range(12)]
+        made = await asyncio.gather(*(live.engine.generate(request) for request in requests))
+        return copy.deepcopy(live.model), requests, list(made)
+
+    model, requests, made = live.run(scenario())
+    tokens = [[*request.ids, *one.ids] for request, one in zip(requests, made, strict=True)]
+    records = []
+    for ids, one in zip(tokens, made, strict=True):
+        assert one.experts is not None and one.experts.shape == (len(ids) - 1, 2 * 2)
+        records.append(np.concatenate([one.experts, np.full((1, 4), -1, np.int16)]))
+    policy = Policy(model, routed_experts=True)
+    assert policy.routing is not None
+    trained = [range(len(request.ids), len(ids)) for request, ids in zip(requests, tokens, strict=True)]
+    rows = Rows(
+        np.concatenate(tokens).astype(np.int32),
+        np.cumsum([0, *map(len, tokens)]),
+        np.concatenate(trained).astype(np.int64),
+        np.cumsum([0, *map(len, trained)]),
+        policy.routing.checked(np.concatenate(records), sum(map(len, tokens))),
+    )
+    (batch,) = plan(rows, 1 << 20)
+    sampled = torch.tensor([value for one in made for value in one.logprobs])[torch.from_numpy(batch.flat)]
+
+    def replayed() -> tuple[float, tuple[int, int, int]]:
+        with torch.no_grad():
+            found = policy.logprobs(batch, temperature=1.0).logprob
+        assert policy.replay is not None
+        return float((found - sampled).abs().max()), policy.replay.counts()
+
+    apart, (replaced, recorded, size) = replayed()
+    assert apart < CLOSE and replaced == 0 and recorded == size == 2 * batch.packed_tokens
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.mul_(1 + 0.3 * torch.randn_like(layer.mlp.gate.weight))
+    elsewhere, (replaced, recorded, _) = replayed()
+    assert 0.02 * recorded < replaced < recorded and elsewhere > CLOSE
 
 
 @llama_only

@@ -53,7 +53,11 @@ def verify(samples: list[schema.SampleMeta] | None = None, **changed: Any) -> No
 
 def test_honest_samples_pass() -> None:
     verify()
-    verify(support_ids=np.arange(16, dtype=np.int32), support_cu=np.arange(9, dtype=np.int64) * 2)
+    support = {"support_ids": np.arange(16, dtype=np.int32), "support_cu": np.arange(9, dtype=np.int64) * 2}
+    verify(**support)
+    experts = np.arange(48, dtype=np.int16).reshape(8, 6) - 1
+    verify(routed_experts=experts)
+    verify(routed_experts=experts, **support)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,9 @@ def test_honest_samples_pass() -> None:
             {"support_ids": np.zeros(3, np.int32), "support_cu": np.arange(9, dtype=np.int64)},
             "support_cu .* does not divide 3 support_ids among 8 tokens",
         ),
+        ({"routed_experts": np.zeros((7, 4), np.int16)}, r"routed_experts of shape \[7, 4\] for 8 tokens"),
+        ({"routed_experts": np.zeros((8, 0), np.int16)}, r"routed_experts of shape \[8, 0\] for 8 tokens"),
+        ({"routed_experts": np.full((8, 4), -2, np.int16)}, "routed_experts holds -2, expected experts or -1"),
     ],
 )
 def test_values_that_cannot_be_trained_on_are_refused_with_the_reason(changed: dict[str, Any], message: str) -> None:
@@ -107,6 +114,11 @@ def test_facts_that_make_no_sense_are_refused_with_the_reason(changed: dict[str,
         ({"tokens": np.zeros(8, np.int64)}, r"'tokens' is int64\[8\], expected int32"),
         ({"tokens": np.zeros((2, 4), np.int32)}, r"int32\[2, 4\]"),
         ({"support_ids": np.zeros(3, np.int32)}, "without the array 'support_cu'"),
+        ({"support_ids": np.zeros(3, np.int32), "tokens": None}, "without the array 'tokens'"),
+        ({"routed_experts": np.zeros((8, 4), np.int16), "tokens": None}, "without the array 'tokens'"),
+        ({"routed_experts": np.zeros(8, np.int16)}, r"int16\[8\], expected int16 in two dimensions"),
+        ({"routed_experts": np.zeros((8, 4), np.int32)}, r"int32\[8, 4\], expected int16"),
+        ({"routed_experts": np.full((8, 4), np.nan, np.float32)}, r"float32\[8, 4\], expected int16"),
     ],
 )
 def test_wrong_arrays_are_an_offence(changed: dict[str, Any], message: str) -> None:
@@ -126,8 +138,8 @@ def test_no_samples_and_missing_frames_are_offences() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["tokens", "behaviour_logprob", "loss_mask", "cu_seqlens", "x"]),
-            st.sampled_from(["int32", "float32", "uint8", "int64", "complex128"]),
+            st.sampled_from(["tokens", "behaviour_logprob", "loss_mask", "cu_seqlens", "routed_experts", "x"]),
+            st.sampled_from(["int32", "float32", "uint8", "int64", "int16", "complex128"]),
             st.lists(st.integers(-3, 40), max_size=3),
             st.binary(max_size=64),
         ),

@@ -335,6 +335,23 @@ def test_routed_experts_travel_with_their_tokens() -> None:
     assert (first[-1] == -1).all() and first[:-1].flatten().tolist() == list(range(first[:-1].size))
 
 
+def test_a_second_turn_leaves_the_experts_of_the_first() -> None:
+    turns: list[int] = []
+
+    def answer(request: GenerateRequest) -> Generation:
+        turns.append(len(request.ids) + 1)
+        return Generation(
+            [11, 0], [-0.5, -0.25], [(77, 3, 2)], "stop", None, np.full((turns[-1], 4), len(turns), np.int16)
+        )
+
+    recipe = replace(RECIPE, engine=EngineConfig(routed_experts=True))
+    lease = msgspec.structs.replace(LEASE, indices=[2])
+    (sample,) = run(TwoTurns(), lease, recipe=recipe, engine=Echo(answer)).samples
+    first, second = turns
+    assert sample.experts is not None
+    assert sample.experts[:, 0].tolist() == [1] * first + [2] * (second - first) + [-1]
+
+
 def test_many_samples_are_split_below_the_metas_limit() -> None:
     names = {f"component-{number}": 0.5 for number in range(150)}
     lease = msgspec.structs.replace(LEASE, indices=list(range(64)))

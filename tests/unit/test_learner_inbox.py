@@ -1,11 +1,13 @@
 """A Group message becomes checked arrays; demand is never doubled."""
 
+import msgspec
 import numpy as np
 import pytest
 from temper.common.arrays import pack_arrays
 from temper.common.errors import ProtocolError
 from temper.common.schema import Group, SampleMeta, Samples
 from temper.learner.inbox import GroupData, Inbox, parse_group, void_reason
+from temper.learner.routing_replay import Routing
 
 
 def message(lengths=((3, 2), (3, 1)), **changes):
@@ -83,6 +85,52 @@ def test_ids_that_the_model_does_not_have_are_refused(arrays, vocabulary, says):
     assert parse_group(*message(arrays=SUPPORT), vocabulary=10).samples[0].support_ids is not None
     with pytest.raises(ProtocolError, match=says):
         parse_group(*message(arrays=arrays), vocabulary=vocabulary)
+
+
+ROUTING = Routing(layers=2, routed=(0, 1), top_k=2, experts=4)
+EXPERTS = np.tile(np.asarray([0, 1, 3, 2], np.int16), (9, 1))
+
+
+def test_routed_experts_are_divided_among_the_samples_and_needed_for_training():
+    experts = EXPERTS.copy()
+    experts[8] = -1
+    group = parse_group(*message(arrays={"routed_experts": experts}), routing=ROUTING)
+    assert [sample.experts.shape for sample in group.samples] == [(5, 2, 2), (4, 2, 2)]
+    assert group.samples[0].experts[4].tolist() == [[0, 1], [3, 2]]
+    assert group.samples[1].experts[3].tolist() == [[-1, -1], [-1, -1]]
+    # nobody who does not ask for them looks at them
+    assert parse_group(*message(arrays={"routed_experts": EXPERTS})).samples[0].experts is None
+    with pytest.raises(ProtocolError, match=r"samples without routed_experts, which engine\.routed_experts asks for"):
+        parse_group(*message(), routing=ROUTING)
+    body, frames = message()
+    demonstrations = msgspec.structs.replace(body, lane="demo")
+    assert parse_group(demonstrations, frames, routing=ROUTING).samples[0].experts is None
+
+
+@pytest.mark.parametrize(
+    ("experts", "says"),
+    [
+        (EXPERTS[:, :2], r"routed_experts is int16\[9, 2\], expected int16\[9, 4\]: 2 layers, 2 experts per token"),
+        (EXPERTS[:8], r"routed_experts is int16\[8, 4\], expected int16\[9, 4\]"),
+        (EXPERTS.astype(np.float32), "routed_experts is float32"),
+        (EXPERTS + np.int16(1), r"of token 0, layer 1, are \[4, 3\]: expected 0\.\.3"),
+        (np.zeros((9, 4), np.int16), "an expert twice"),
+    ],
+)
+def test_records_of_another_model_are_refused(experts, says):
+    with pytest.raises(ProtocolError, match=says):
+        parse_group(*message(arrays={"routed_experts": experts}), routing=ROUTING)
+
+
+def test_a_record_of_a_shape_that_does_not_fit_its_bytes_is_refused():
+    body, frames = message(arrays={"routed_experts": EXPERTS})
+    part = body.parts[0]
+    specs = [
+        msgspec.structs.replace(spec, shape=(4, 9)) if spec.name == "routed_experts" else spec for spec in part.arrays
+    ]
+    wrong = msgspec.structs.replace(body, parts=[msgspec.structs.replace(part, arrays=specs)])
+    with pytest.raises(ProtocolError, match=r"is int16\[4, 9\], expected int16\[9, 4\]"):
+        parse_group(wrong, frames, routing=ROUTING)
 
 
 def test_a_frame_too_few_is_refused():

@@ -96,6 +96,10 @@ BAD_TEXT = [
     ("[pacing]\nmax_staleness = 0\nmax_token_lag = 3", ["pacing.max_token_lag has no effect"]),
     ('[pacing]\nmax_staleness = 0\nbatch_order = "completion"', ["pacing.batch_order has no effect"]),
     ("[run]\ndeterministic = true", ["deterministic needs pacing.max_staleness = 0"]),
+    (
+        '[engine]\nkind = "embedded"\nrouted_experts = true',
+        ["routed_experts needs engine.kind = sglang, found embedded"],
+    ),
     ("[run]\nstall_timeout_s = 1.0", ["run.stall_timeout_s = 1 is below pacing.lease_timeout_s"]),
     ("[pacing]\nsamples_per_group = 1", ["no baseline"]),
     ("[objective]\nupdates_per_step = 17", ["every update needs a group"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import copy
 import itertools
 import json
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from temper.actor.engines.base import EngineCaps, SamplingParams
-from temper.actor.engines.factory import check_caps, chosen
+from temper.actor.engines.factory import check_caps, chosen, make_engine
 from temper.actor.engines.sglang_answer import Answer, parse
 from temper.actor.engines.sglang_host import ServerShape, SglangHost
 from temper.actor.engines.sglang_process import CPU_SHIMS, ServerProcess, served_files
@@ -85,6 +87,35 @@ def test_an_incomplete_answer_is_an_error(
         parse(changed(change), params)
 
 
+def test_routed_experts_come_for_every_token_that_was_fed_and_every_layer() -> None:
+    asked = SamplingParams(want_experts=True)
+
+    def routed(values: list[int], width: int) -> Any:
+        text = base64.b64encode(np.asarray(values, "<i4").tobytes()).decode()
+        return parse(
+            changed(lambda b: b["meta_info"].update(routed_experts=text)), asked, before=2, width=width
+        ).experts
+
+    assert routed(list(range(16)), 4).tolist() == np.arange(16).reshape(4, 4).tolist()
+    for values, named in (
+        (list(range(8)), "8 routed experts for 4 tokens, expected 4 for each: does it serve this model"),
+        (list(range(15)), "15 routed experts for 4 tokens: .* incomplete"),
+        ([-1] * 16, "routed experts from -1 to -1"),
+        ([40000] * 16, "routed experts from 40000"),
+    ):
+        with pytest.raises(EngineError, match=named):
+            routed(values, 4)
+    with pytest.raises(EngineError, match=r"0 routed experts for 4 tokens: .* incomplete"):
+        parse(BODY, asked, before=2, width=4)
+
+
+def test_routing_of_a_dense_model_is_refused_before_a_server_starts() -> None:
+    files = {"config.json": json.dumps({"model_type": "llama", "num_hidden_layers": 2}).encode()}
+    recipe = Recipe(engine=Engine(kind="sglang", routed_experts=True))
+    with pytest.raises(ConfigError, match=r"a 'llama' without num_experts_per_tok: it routes nothing, set engine\."):
+        asyncio.run(make_engine(recipe, files, SglangHost(python="/no/such/python")))
+
+
 def test_only_a_stop_token_of_the_request_ends_a_row() -> None:
     body = changed(lambda b: b["meta_info"].update(finish_reason={"type": "stop", "matched": 58}))
     assert parse(body, SamplingParams(stop_token_ids=(9, 58))).finish_reason == "stop"
@@ -105,6 +136,17 @@ def test_a_continued_answer_joins_runs_and_keeps_its_support() -> None:
     first = Answer([1, 2], [-1.0, -2.0], [(5, 3, 2)], "abort", [[1], [2]])
     whole = first.followed_by(Answer([3], [-3.0], [(5, 3, 1)], "stop", [[3]]))
     assert whole == Answer([1, 2, 3], [-1.0, -2.0, -3.0], [(5, 3, 3)], "stop", [[1], [2], [3]])
+    nothing = Answer([], [], [], "abort", None)
+    one, two = (
+        replace(first, experts=np.full((4, 2), 1, np.int16)),
+        np.full((6, 2), 2, np.int16),
+    )  # a prompt of 3 tokens
+    joined = nothing.followed_by(one).followed_by(nothing).followed_by(replace(whole, experts=two)).experts
+    assert (
+        joined is not None and joined.tolist() == [[1, 1]] * 4 + [[2, 2]] * 2
+    )  # fed again, they keep what sampled them
+    body = changed(lambda b: b.update(output_ids=[]) or b["meta_info"].update(finish_reason={"type": "abort"}))
+    assert parse(body, SamplingParams(want_experts=True), before=3).experts is None  # stopped before it began
     assert first.generation(2).finish_reason == "length" and first.generation(3).finish_reason == "abort"
 
 
