@@ -50,7 +50,9 @@ class Changes:
 
     leases: list[LeaseRecord]
     groups: list[GroupRecord]
-    ended: list[tuple[int, int, PeerKey, AttemptState]]  # attempts that ended: (lease, attempt, peer, how)
+    attempts: dict[
+        tuple[int, int], tuple[PeerKey, AttemptState]
+    ]  # (lease, attempt) that went out or ended: its peer, how
     state: dict[str, Any]
 
 
@@ -130,15 +132,15 @@ class BrokerCore(RunState):
     @property
     def dirty(self) -> bool:
         """Whether `changes` has records to write."""
-        return bool(self.leases.dirty or self.groups.dirty or self.leases.ended)
+        return bool(self.leases.dirty or self.groups.dirty or self.leases.attempted)
 
     def changes(self) -> Changes:
         """Records touched since the last call, and the small state; call once per batch of events."""
         leases, groups = self.leases, self.groups
-        changed = Changes(list(leases.dirty.values()), list(groups.dirty.values()), leases.ended, self.save())
+        changed = Changes(list(leases.dirty.values()), list(groups.dirty.values()), leases.attempted, self.save())
         leases.dirty.clear()
         groups.dirty.clear()
-        leases.ended = []
+        leases.attempted = {}
         return changed
 
     # ------------------------------------------------------------ peers

@@ -83,7 +83,7 @@ class LeaseBook:
         self.held: dict[PeerKey, set[int]] = defaultdict(set)  # peer -> leases out with it
         self.changed: set[PeerKey] = set()  # peers that may have more or fewer free slots than when it was last looked
         self.dirty: dict[int, LeaseRecord] = {}
-        self.ended: list[tuple[int, int, PeerKey, AttemptState]] = []  # (lease, attempt, peer, how) to write down
+        self.attempted: dict[tuple[int, int], tuple[PeerKey, AttemptState]] = {}  # (lease, attempt) to write down
         self._deadlines: list[tuple[float, int, int]] = []
 
     def create(self, record: LeaseRecord) -> None:
@@ -100,6 +100,7 @@ class LeaseBook:
         record.attempt += 1
         record.attempt_state, record.touched = "out", False
         record.peer, record.min_version = peer, min_version
+        self.attempted[record.lease_id, record.attempt] = peer, "out"
         self.held[peer].add(record.lease_id)
         self.changed.add(peer)
         self._arm(record, deadline)
@@ -165,7 +166,7 @@ class LeaseBook:
         self.changed.add(record.peer)
         if not held:
             del self.held[record.peer]
-        self.ended.append((record.lease_id, record.attempt, record.peer, how))
+        self.attempted[record.lease_id, record.attempt] = record.peer, how
         record.attempt_state, record.last_peer, record.peer = how, record.peer, ""
         record.deadline = math.inf
         self.attempts[how] += 1

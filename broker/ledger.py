@@ -93,7 +93,7 @@ class Ledger:
         self._spilled: list[Run] = []  # in memory mode: on disk, not in the books yet
         self._leases: dict[int, LeaseRecord] = {}
         self._groups: dict[int, GroupRecord] = {}
-        self._ended: list[tuple[int, int, str, str]] = []
+        self._attempts: dict[tuple[int, int], tuple[str, str]] = {}
         self._state: dict[str, Any] | None = None
         with self._disk():
             folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ class Ledger:
             self._leases[lease.lease_id] = lease
         for group in changes.groups:
             self._groups[group.group_id] = group
-        self._ended += changes.ended
+        self._attempts.update(changes.attempts)
         self._state = changes.state
 
     def release(self, group_ids: Iterable[int]) -> None:
@@ -271,8 +271,7 @@ class Ledger:
             db.executemany(rows.INSERT_PARTS, [rows.parts_row(run) for run in (*self._spilled, *runs)])
             db.executemany(rows.INSERT_PARTS, [rows.dropped_row(*parts) for parts in dropped])
             db.executemany(rows.UPSERT_LEASE, [rows.lease_row(lease) for lease in self._leases.values()])
-            out = [(r.lease_id, r.attempt, r.peer, "out") for r in self._leases.values() if r.out]
-            db.executemany(rows.UPSERT_ATTEMPT, [*self._ended, *out])
+            db.executemany(rows.UPSERT_ATTEMPT, [(*which, *how) for which, how in self._attempts.items()])
             db.executemany(rows.UPSERT_GROUP, [rows.group_row(group) for group in self._groups.values()])
             db.executemany(rows.RELEASE_PARTS, [(group_id,) for group_id in self._released])
             if self._state is not None:
@@ -280,8 +279,8 @@ class Ledger:
         except BaseException:
             self._roll_back()
             raise
-        self._spilled, self._released, self._ended, self._state = [], [], [], None
-        self._leases, self._groups = {}, {}
+        self._spilled, self._released, self._state = [], [], None
+        self._leases, self._groups, self._attempts = {}, {}, {}
 
     def _roll_back(self) -> None:
         if self._db.in_transaction:
