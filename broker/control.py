@@ -26,10 +26,13 @@ from temper.common import schema
 from temper.common.errors import ProtocolError, TemperError
 from temper.common.log import log
 from temper.common.metrics import Meter
-from temper.common.pump import Arrival, Delivery, PeerId, Router
+from temper.common.pump import Arrival, Delivery, DeliveryRun, PeerId, Router
 from temper.common.schema import pack_frames
+from temper.common.wire import unpack_meta
 
-SAMPLES = schema.Samples.KIND
+SAMPLES, TOUCH = schema.Samples.KIND, schema.Touch.KIND
+LAZY = frozenset({SAMPLES, TOUCH})
+"""Kinds that come undecoded, and several in one delivery (``pump.Router``)."""
 BESIDE_SAMPLES = frozenset(
     body.KIND for body in (schema.Touch, schema.Heartbeat, schema.Metrics, schema.Job, schema.JobDone, schema.JobCancel)
 )
@@ -91,13 +94,16 @@ class ControlDesk:
             if delivery.kind == SAMPLES:
                 run.add(key, delivery)
                 continue
-            assert isinstance(delivery, Delivery)  # nothing else is lazy
             known = b""
             if run.keys and delivery.kind not in BESIDE_SAMPLES:
                 self._take_samples(run)
                 run = intake.Messages()
             try:
-                self._handle(key, delivery)
+                if delivery.kind == TOUCH:
+                    self._touch(key, delivery)
+                else:
+                    assert isinstance(delivery, Delivery)  # nothing else is lazy
+                    self._handle(key, delivery)
             except ProtocolError as error:
                 self._refuse(peer, error)
         if run.keys:
@@ -149,9 +155,6 @@ class ControlDesk:
     def _handle(self, key: str, delivery: Delivery) -> None:
         body = delivery.body
         match body:
-            case schema.Touch():
-                self.commits.steered = True
-                self.take(ev.Received(key, body))
             case schema.Heartbeat():
                 self.guests.beats[key] = body
                 record = self.core.peers.get(key)
@@ -179,6 +182,10 @@ class ControlDesk:
             case _:
                 self.commits.steered = True
                 self.take(ev.Received(key, body))
+
+    def _touch(self, key: str, came: Arrival) -> None:
+        metas = came.metas if isinstance(came, DeliveryRun) else (came.raw_meta,)
+        self.take(ev.Touched(key, [unpack_meta(meta, schema.Touch) for meta in metas]))
 
     def _take_samples(self, run: intake.Messages) -> None:
         """Samples in the order in which they came: read, check, decide and keep as many as possible at once."""

@@ -30,6 +30,7 @@ from temper.broker.events import (
     SamplesArrived,
     SamplesBatch,
     Tick,
+    Touched,
     Unsendable,
 )
 from temper.broker.fates import Fates
@@ -89,7 +90,7 @@ class BrokerCore(RunState):
         if kind is SamplesBatch or kind is SamplesArrived:
             if not self._attempts.ended:
                 return actions  # parts of groups: nobody's turn comes of them
-        elif isinstance(event, Received) and type(event.body) is schema.Touch:
+        elif kind is Touched or (isinstance(event, Received) and type(event.body) is schema.Touch):
             return actions
         actions += self._learning.deliver()
         actions += self._issuing.issue(now)
@@ -101,6 +102,8 @@ class BrokerCore(RunState):
         match event:
             case SamplesBatch():
                 return self._attempts.batch(event.arrivals)
+            case Touched():
+                return self._touched(event, now)
             case Received():
                 return self._received(event, now)
             case SamplesArrived():
@@ -210,6 +213,16 @@ class BrokerCore(RunState):
         kind = type(body).__name__
         offence = RefusePeer(peer, "malformed", f"{kind} came from a peer of role {record.role}")
         return [*self._leave(peer, f"sent {kind}"), offence]
+
+    def _touched(self, event: Touched, now: float) -> list[Action]:
+        record = self.peers.get(event.peer)
+        if record is not None and record.role not in ("actor", "eval"):
+            return self._received(Received(event.peer, event.touches[0]), now)  # an offence
+        actions: list[Action] = []
+        if record is not None:
+            for touch in event.touches:
+                actions += self._attempts.touch(event.peer, touch, now)
+        return actions
 
     def _cancelled(self, peer: PeerKey, body: schema.JobCancel) -> list[Action]:
         return self.jobs.end_session(peer, body.job_id) if body.session else self.jobs.cancel(peer, body.job_id)

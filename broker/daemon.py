@@ -12,7 +12,7 @@ from temper.broker import events as ev
 from temper.broker import stats
 from temper.broker.bulk import BulkDesk
 from temper.broker.bundle import BundleStore
-from temper.broker.control import TOLD_READY, ControlDesk
+from temper.broker.control import LAZY, TOLD_READY, ControlDesk
 from temper.broker.core import BrokerCore
 from temper.broker.guests import Guests
 from temper.broker.ledger import Ledger
@@ -118,7 +118,7 @@ class Broker(Daemon):
             self._on_control_closed,
             welcome=self._welcome,
             keys=self.keys,
-            lazy=frozenset({schema.Samples.KIND}),
+            lazy=LAZY,
             silence_s=SILENCE_S,
         )
         self.bulk.router = Router(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from temper.common.schema import Body, JobDone, Lease, Role, SampleMeta
+from temper.common.schema import Body, JobDone, Lease, Role, SampleMeta, Touch
 
 PeerKey = str
 """A peer's session token: the same on both sockets, new for every process."""
@@ -55,11 +55,18 @@ class Closing(msgspec.Struct, frozen=True, gc=False):
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):
-    """A message of `peer` that steers the run: everything of the schema except `Samples`."""
+    """A message of `peer` that steers the run: everything of the schema except `Samples`. `Touch` may come as `Touched` too."""
 
     peer: PeerKey
     body: Body
     nbytes: int = 0
+
+
+class Touched(msgspec.Struct, frozen=True, gc=False):
+    """Touch messages of `peer`, one after another."""
+
+    peer: PeerKey
+    touches: Sequence[Touch]
 
 
 class SamplesArrived(msgspec.Struct, frozen=True, gc=False):
@@ -90,7 +97,7 @@ class Tick(msgspec.Struct, frozen=True, gc=False):
     """Time has passed: deadlines are looked at."""
 
 
-Event = Joined | Left | Availability | Closing | Received | SamplesArrived | SamplesBatch | Unsendable | Tick
+Event = Joined | Left | Availability | Closing | Received | Touched | SamplesArrived | SamplesBatch | Unsendable | Tick
 
 # ---------------------------------------------------------------- actions
 

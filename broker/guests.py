@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from temper.common.pump import PeerId
@@ -17,6 +18,7 @@ class Guests:
         self.beats: dict[str, Heartbeat] = {}
         self._keys: dict[PeerId, str] = {}
         self._ids: dict[str, PeerId] = {}
+        self._domains: dict[str, Counter[str]] = {}  # module -> digest (one, as a rule) -> how many peers have it
 
     def __len__(self) -> int:
         return len(self.hellos)
@@ -24,7 +26,11 @@ class Guests:
     def add(self, peer: PeerId, hello: Hello) -> str:
         """A welcomed peer's key."""
         key = peer.hex()
+        if key in self.hellos:
+            self._discount(self.hellos[key])
         self._keys[peer], self._ids[key], self.hellos[key] = key, peer, hello
+        for module, digest in hello.domains.items():
+            self._domains.setdefault(module, Counter())[digest] += 1
         return key
 
     def remove(self, peer: PeerId) -> tuple[str, Hello] | None:
@@ -34,7 +40,18 @@ class Guests:
             return None
         del self._ids[key]
         self.beats.pop(key, None)
-        return key, self.hellos.pop(key)
+        hello = self.hellos.pop(key)
+        self._discount(hello)
+        return key, hello
+
+    def _discount(self, hello: Hello) -> None:
+        for module, digest in hello.domains.items():
+            digests = self._domains[module]
+            digests[digest] -= 1
+            if not digests[digest]:
+                del digests[digest]
+            if not digests:
+                del self._domains[module]
 
     def key(self, peer: PeerId) -> str | None:
         """The key of a connected peer."""
@@ -64,6 +81,8 @@ class Guests:
         present = self.hellos.get(learner or "")
         if hello.role == "learner" and present is not None and present.session != hello.session:
             return Refused("role_taken", f"this run already has a learner: {present.name}")
+        if all(self._domains.get(module, {}).keys() <= {digest} for module, digest in hello.domains.items()):
+            return None
         for other in self.hellos.values():  # who is here now: an upgraded peer is judged by its present company
             if other.name == hello.name:
                 continue

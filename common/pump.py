@@ -289,7 +289,7 @@ class Router:
         """The short way for what comes most: the next message in order, of a lazy kind, within every limit. Its bytes after
         the header; 0 if it is anything else, which `_take` then looks at."""
         remote = self._peers.get(parts[0])
-        if remote is None or not 4 <= len(parts) <= 3 + FRAME_LIMIT or not is_header(parts[1]):
+        if remote is None or not 3 <= len(parts) <= 3 + FRAME_LIMIT or not is_header(parts[1]):
             return 0
         fields = header_fields(parts[1], 5)
         number, flags, _, epoch, sequence, size = fields

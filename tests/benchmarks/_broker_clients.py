@@ -179,8 +179,9 @@ class Payload:
         return pack_meta(Samples(lease.lease_id, lease.attempt, lease.lineage, samples, specs))
 
 
-def actors(folder: str, peers: int, slots: int, nbytes: int, together: int) -> None:
-    """`peers` actors in this process, as fast as they can, `together` samples a message (a lease's samples are a multiple)."""
+def actors(folder: str, peers: int, slots: int, nbytes: int, together: int, report: Any) -> None:
+    """`peers` actors in this process, as fast as they can, `together` samples a message (a lease's samples are a multiple). All
+    have joined when it says "ready"; it waits for a line then."""
     payload = Payload(nbytes, together)
     lines = [Line(folder, "actor", f"actor-{os.getpid()}-{i}", slots) for i in range(peers)]
     poller = zmq.Poller()
@@ -190,6 +191,8 @@ def actors(folder: str, peers: int, slots: int, nbytes: int, together: int) -> N
     waiting: dict[Line, deque[tuple[Lease, Sequence[int]]]] = {line: deque() for line in lines}
     size = sum(map(len, payload.frames)) + 256 * together
     single = burst.joinable(Samples.KIND, size, payload.frames)
+    report("ready")
+    sys.stdin.readline()
     while True:
         for socket, _ in poller.poll(0 if any(waiting.values()) else 20):
             line = by_socket[socket]
@@ -348,15 +351,15 @@ def _id(meta: bytes) -> int:
 
 if __name__ == "__main__":
     role, folder, *rest = sys.argv[1:]
+    to_parent = lambda text: print(text, flush=True)  # noqa: E731
     if role == "actors":
-        actors(folder, *map(int, rest))
+        peers, slots, nbytes, together = map(int, rest)
+        actors(folder, peers, slots, nbytes, together, to_parent)
     elif role == "timed":
-        peers, slots, nbytes, rate, messages = rest
-        to_parent = lambda text: print(text, flush=True)  # noqa: E731
-        timed(folder, int(peers), int(slots), int(nbytes), float(rate), int(messages), to_parent)
+        timed(folder, int(rest[0]), int(rest[1]), int(rest[2]), float(rest[3]), int(rest[4]), to_parent)
     elif role == "bare":
         bare(folder, int(rest[0]))
     elif role == "stopped":
         stopped(folder)
     else:
-        learner(folder, int(rest[0]), lambda text: print(text, flush=True))
+        learner(folder, int(rest[0]), to_parent)

@@ -88,6 +88,18 @@ def clients(*commands: Sequence[Any]) -> Iterator[list[subprocess.Popen[str]]]:
             child.communicate()
 
 
+def begin(actors: Sequence[subprocess.Popen[str]]) -> None:
+    """Let them work once all have joined: what a peer's joining costs is not what its samples cost."""
+    for child in actors:
+        assert child.stdout is not None
+        if (said := child.stdout.readline().strip()) != "ready":
+            raise RuntimeError(f"the actors said {said!r}")
+    for child in actors:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+
+
 def cpu_s(process: psutil.Process) -> float:
     """Processor time so far, all threads."""
     return float(sum(process.cpu_times()[:2]))
@@ -101,7 +113,8 @@ def measure(
     with serving(durability, staleness) as (address, broker):
         apart = -(-peers // PEERS_A_PROCESS)
         actors = ("actors", address, peers // apart, -(-leases // peers), payload, together)
-        with clients(("learner", address, samples), *[actors] * apart) as (learner, *_):
+        with clients(("learner", address, samples), *[actors] * apart) as (learner, *others):
+            begin(others)
             assert learner.stdout is not None
             said = learner.stdout.readline()
             if said.strip() != "begin":
@@ -164,8 +177,9 @@ def stopped(seconds: float, payload: int) -> dict[str, Any]:
     """Four actors push against a learner that takes nothing: the most memory that the broker had."""
     with (
         serving("full") as (address, broker),
-        clients(("stopped", address), *[("actors", address, 1, 160, payload, 1)] * 4),
+        clients(("stopped", address), *[("actors", address, 1, 160, payload, 1)] * 4) as (_, *others),
     ):
+        begin(others)
         end, peak = time.monotonic() + seconds, 0
         while time.monotonic() < end:
             peak = max(peak, broker.memory_info().rss)
@@ -188,7 +202,8 @@ def idle(seconds: float) -> dict[str, Any]:
     """The share of a core that a broker takes with four actors that have nothing to do, in all and in its busiest second; how
     often it is woken. A second far above the others without more wake-ups is the machine's, not the broker's: a virtual
     machine that is stopped counts the time for whoever ran."""
-    with serving("full") as (address, broker), clients(("actors", address, 4, 1, 1024, 1)):
+    with serving("full") as (address, broker), clients(("actors", address, 4, 1, 1024, 1)) as others:
+        begin(others)
         time.sleep(2.0)
         seen = [(time.monotonic(), *spent(broker.pid))]
         while seen[-1][0] < seen[0][0] + seconds:

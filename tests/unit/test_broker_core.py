@@ -412,3 +412,21 @@ def test_samples_taken_together_fare_as_one_after_another(data: st.DataObject) -
         assert leases_of[0] == leases_of[1] and groups_of[0] == groups_of[1]
         placeless = [{i: msgspec.structs.replace(g, order=0) for i, g in groups.items()} for groups in groups_of]
         assert leases_of[0] == leases_of[2] and placeless[0] == placeless[2]  # leases may be complete in another order
+
+
+def test_touches_of_one_burst_count_as_if_each_had_come_alone() -> None:
+    together, apart = Desk(), Desk()
+    for desk in (together, apart):
+        desk.actor()
+        desk.ready()
+        one, two = leases(desk.phase())
+        desk.now = 5.0
+    touches = [schema.Touch(one.lease_id, 1), schema.Touch(two.lease_id, 7), schema.Touch(two.lease_id, 1)]
+    told = [action for touch in touches for action in apart.say(touch, "actor")]
+    assert together.tell(ev.Touched("actor", touches)) == told
+    assert [(action.lease_id, action.attempt) for action in told] == [(two.lease_id, 7)]  # type: ignore[union-attr]
+    assert together.core.leases.leases == apart.core.leases.leases
+    assert all(record.touched for record in together.core.leases.leases.values())
+    assert together.tell(ev.Touched("nobody", touches)) == []
+    (offence,) = together.tell(ev.Touched("learner", touches))
+    assert isinstance(offence, ev.RefusePeer) and offence.code == "malformed"

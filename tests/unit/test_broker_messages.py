@@ -389,5 +389,9 @@ def test_domain_modules_are_compared_with_those_of_the_peers_that_are_here() -> 
         refused.reason == "domain module mine has digest new at new-1, old at old-1: install the same version on both"
     )
     assert guests.refusal(schema.Hello("actor", "old-1", "t", domains={"mine": "new"}), None) is None  # restarted
+    guests.add(b"b", schema.Hello("actor", "old-2", "s", domains={"mine": "old", "other": "x"}))
     guests.remove(b"a")
+    assert guests.refusal(new, None) is not None, "one of them is still here"
+    assert guests.refusal(schema.Hello("actor", "old-3", "s", domains={"mine": "old", "third": "y"}), None) is None
+    guests.remove(b"b")
     assert guests.refusal(new, None) is None
