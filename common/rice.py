@@ -34,14 +34,18 @@ def cost_bits(values: np.ndarray, k: int) -> int:
 
 def encode(runs: Sequence[Run]) -> tuple[bytes, bytes]:
     """(unary quotients, low bits) of runs of (non-negative int64[n], k)."""
-    if not runs:
-        return b"", b""
-    ends = np.cumsum(np.concatenate([values >> k for values, k in runs]) + 1) - 1
+    ends = np.empty(sum(values.size for values, _ in runs), np.int64)
     if not ends.size:
         return b"", b""
+    start = 0
+    for values, k in runs:
+        np.right_shift(values, k, out=ends[start : start + values.size])
+        start += values.size
+    ends += 1
+    ends.cumsum(out=ends)
     unary = np.zeros(int(ends[-1]) + 1, np.uint8)
     unary[ends] = 1
-    return np.packbits(unary, bitorder="little").tobytes(), b"".join(_pack_low(values, k) for values, k in runs)
+    return np.packbits(unary[1:], bitorder="little").tobytes(), b"".join(_pack_low(values, k) for values, k in runs)
 
 
 class Reader:
@@ -84,10 +88,15 @@ def low_bytes(n: int, k: int) -> int:
 
 
 def _pack_low(values: np.ndarray, k: int) -> bytes:
-    planes = [(values >> shift).astype(np.uint8).tobytes() for shift in range(0, k - 7, 8)]
+    planes = [byte(values, shift).tobytes() for shift in range(0, k - 7, 8)]
     if bits := k % 8:
-        planes.append(_tight((values >> (k - bits)).astype(np.uint8), bits))
+        planes.append(_tight(byte(values, k - bits), bits))
     return b"".join(planes)
+
+
+def byte(values: np.ndarray, shift: int) -> np.ndarray:
+    """uint8[n]: the eight bits of each from `shift` on."""
+    return (values >> shift if shift else values).astype(np.uint8)
 
 
 def _unpack_low(n: int, k: int, data: np.ndarray) -> np.ndarray:

@@ -38,11 +38,12 @@ class _Buffers(threading.local):
         return self._differ[:size]
 
     def members(self, classes: int, words: int) -> tuple[np.ndarray, np.ndarray]:
-        """(u64[classes, words], int32[classes, words])"""
-        if self._bits.size < classes * words:
-            self._bits, self._ends = np.empty(classes * words, _WORD), np.empty(classes * words, np.int32)
-        shape = (classes, words)
-        return self._bits[: classes * words].reshape(shape), self._ends[: classes * words].reshape(shape)
+        """(u64[classes, words], int32[classes, words + 1])"""
+        if self._ends.size < classes * (words + 1):
+            self._bits = np.empty(classes * words, _WORD)
+            self._ends = np.empty(classes * (words + 1), np.int32)
+        bits, ends = self._bits[: classes * words], self._ends[: classes * (words + 1)]
+        return bits.reshape(classes, words), ends.reshape(classes, words + 1)
 
 
 _buffers = _Buffers()
@@ -64,8 +65,8 @@ def true(flags: np.ndarray) -> np.ndarray:
         return flags.nonzero()[0]
     words = flags[:whole].view(_WORD)
     among = (words != 0).nonzero()[0]
-    inside = words[among].view(bool).nonzero()[0]
-    where = among[inside >> 3]
+    inside = words.take(among).view(bool).nonzero()[0]
+    where = among.take(inside >> 3)
     where <<= 3
     inside &= 7
     where += inside
@@ -86,14 +87,14 @@ def changes(base: np.ndarray, new: np.ndarray, limit: float) -> tuple[int, Chang
         return int(np.count_nonzero(base != new)), None
     if not among.size:
         return 0, None
-    before, after = old_words[among].view(base.dtype), new_words[among].view(base.dtype)
+    before, after = old_words.take(among).view(base.dtype), new_words.take(among).view(base.dtype)
     inside = (before != after).nonzero()[0]
     if inside.size >= limit:
         return inside.size, None
-    where = among[inside >> (per_word.bit_length() - 1)]
+    where = among.take(inside >> (per_word.bit_length() - 1))
     where *= per_word
     where += inside & (per_word - 1)
-    return inside.size, Changes(where, before[inside], after[inside])
+    return inside.size, Changes(where, before.take(inside), after.take(inside))
 
 
 class Members:
@@ -106,8 +107,8 @@ class Members:
         """Classes [lowest, bound) of `base`."""
         shift, count = class_shift(dtype), bound - lowest
         doubled = _buffers.doubled[base.itemsize]
-        self._stride = -(-base.size // _BITS)
-        bits, ends = _buffers.members(count, self._stride)
+        self._words = -(-base.size // _BITS)
+        bits, before = _buffers.members(count, self._words)
         flat = bits.view(np.uint8)
         flat[:, -_WORD.itemsize :] = 0
         for start in range(0, base.size, BLOCK):
@@ -119,21 +120,22 @@ class Members:
                 flat[i, start >> 3 : (start >> 3) + packed.size] = packed
         for i in range(count - 1, 0, -1):
             bits[i] ^= bits[i - 1]
-        counts = np.bitwise_count(bits)
-        counts.cumsum(axis=1, dtype=np.int32, out=ends)
-        self.sizes: list[int] = ends[:, -1].tolist()
-        ends -= counts
-        self._bits, self._before = bits.reshape(-1), ends.reshape(-1)
+        before[:, 0] = 0
+        np.bitwise_count(bits).cumsum(axis=1, dtype=np.int32, out=before[:, 1:])
+        self.sizes: list[int] = before[:, -1].tolist()
+        self._bits, self._before = bits.reshape(-1), before.reshape(-1)
 
     def ranks(self, where: np.ndarray, cuts: Sequence[int]) -> np.ndarray:
         """int32[k]: how many values of the same class come before the value at each of `where` (int64[k]), of which
         cuts[i]:cuts[i + 1] are of the i-th class."""
         at = where >> 6
         for i, (first, last) in enumerate(pairwise(cuts)):
-            at[first:last] += i * self._stride
-        inside = self._bits[at]
-        inside &= _BELOW[where & (_BITS - 1)]
-        return self._before[at] + np.bitwise_count(inside)
+            at[first:last] += i * self._words
+        inside = self._bits.take(at)
+        inside &= _BELOW.take(where & (_BITS - 1))
+        for i, (first, last) in enumerate(pairwise(cuts)):
+            at[first:last] += i  # `before` is a word longer
+        return self._before.take(at) + np.bitwise_count(inside)
 
 
 def small(base: np.ndarray, dtype: str, bound: int) -> np.ndarray:

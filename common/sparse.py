@@ -29,7 +29,7 @@ WRITTEN_CLASSES = 1  # that are told apart here: each saves bytes and takes a pa
 SCAN_BITS = 0.5  # what looking at a hot value must save: the time of a pass, in bits
 HOT_FROM_VALUES = 1 << 12  # smaller pieces aren't worth a look at their classes
 CLASS_BITS = 40.0  # what a class costs in parameters
-SAMPLE = 1 << 13  # values of a piece that its classes are estimated from
+SAMPLE = 1 << 12  # values of a piece that its classes are estimated from
 STRETCH = 1 << 7  # of them in a row
 
 STREAMS = 4
@@ -91,7 +91,7 @@ def encode(base: np.ndarray, changes: scan.Changes, dtype: str) -> tuple[list[in
         kinds -= np.minimum(kinds, np.uint8(lowest))
         order, cuts = scan.by_kind(kinds, bound - lowest + 1)
         members = scan.Members(base, dtype, lowest, bound)
-        by, ranks, sizes = by[order], ranks[order], [*members.sizes, base.size]
+        by, ranks, sizes = by.take(order), ranks.take(order), [*members.sizes, base.size]
         ranks[: cuts[-2]] = members.ranks(ranks[: cuts[-2]], cuts[:-1])
     excess = np.abs(by)
     excess -= 1
@@ -163,30 +163,27 @@ def decode(
 
 def _bounds(base: np.ndarray, kinds: np.ndarray, dtype: str) -> tuple[int, int]:
     """(bound, lowest class) that make the piece smallest, from the classes of the changes and a sample of all values."""
-    some = kinds[:: 1 + kinds.size // SAMPLE]
-    changes = np.bincount(some) * (kinds.size / some.size)
-    first, last = int(some.min()), changes.size
-    sampled = _sample(base)
-    members = np.bincount(classes(sampled, dtype), minlength=last) * (base.size / sampled.size)
-    counts = np.empty(
-        (3, 2, last - first)
-    )  # (class by class, with all below it, with all above it), (changes, members)
-    counts[0, 0] = changes[first:]
-    np.maximum(members[first:last], counts[0, 0], out=counts[0, 1])
-    counts[0].cumsum(axis=1, out=counts[1])
-    counts[2] = counts[0, :, ::-1].cumsum(axis=1)[:, ::-1]
-    counts[1, 1] += members[:first].sum()
-    counts[2, 1] += members[last:].sum()
-    each, costs, above = _entropy(counts[:, 0], counts[:, 1])
+    some, sampled = kinds[:: 1 + kinds.size // SAMPLE], _sample(base)
+    scale = base.size / sampled.size
+    changes = np.bincount(some)
+    members = np.bincount(classes(sampled, dtype), minlength=changes.size)
+    first, last = int((changes != 0).argmax()), changes.size
+    within = np.empty((2, last - first))  # (changes, members) of each class
+    np.multiply(changes[first:], kinds.size / some.size, out=within[0])
+    np.maximum(members[first:last] * scale, within[0], out=within[1])
+    below = within.cumsum(axis=1)  # and of all below it
+    below[1] += scale * int(members[:first].sum())
+    whole = below[:, -1:] + [[0.0], [scale * int(members[last:].sum())]]
+    above = whole - below
+    costs = _entropy(below) + SCAN_BITS * below[1] + CLASS_BITS * WRITTEN_CLASSES
     if others := WRITTEN_CLASSES - 1:  # than the lowest, which holds all below it too
-        apart = each.cumsum()
+        apart = _entropy(within).cumsum()
         costs[others:] = costs[:-others] + apart[others:] - apart[:-others]
         costs[:others] = costs[0] + apart[:others] - apart[0]
-    costs += SCAN_BITS * counts[1, 1] + CLASS_BITS * WRITTEN_CLASSES
-    costs[:-1] += above[1:]
-    best = int(np.argmin(costs))
+    costs += _entropy(above)
+    best = int(costs.argmin())
     bound = min(first + best + 1, class_count(dtype) - 1)
-    if costs[best] >= above[0] or bound <= first:
+    if costs[best] >= _entropy(whole)[0] or bound <= first:
         return 0, 0
     return bound, max(first, bound - WRITTEN_CLASSES)
 
@@ -199,11 +196,11 @@ def _sample(base: np.ndarray) -> np.ndarray:
     return base[: base.size // rows * rows].reshape(rows, -1)[:, :STRETCH].reshape(-1)
 
 
-def _entropy(changes: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Bits to say which `changes` of `members` (at least as many) changed."""
-    same = members - changes
-    bits: np.ndarray = members * np.log2(members + 1e-9)
-    bits -= changes * np.log2(changes + 1e-9) + same * np.log2(same + 1e-9)
+def _entropy(counts: np.ndarray) -> np.ndarray:
+    """Bits to say which of the members (at least as many as changes) changed: float[n] of counts (changes, members)[2, n]."""
+    parts = np.array([counts[1], counts[0], counts[1] - counts[0]])
+    parts *= np.log2(parts + 1e-9)
+    bits: np.ndarray = parts[0] - parts[1] - parts[2]
     return bits
 
 
@@ -234,7 +231,7 @@ def _planes(excess: np.ndarray) -> tuple[list[bytes], int]:
     """Byte planes of `excess`, lowest first, and which of them are squeezed."""
     planes, squeezed = [], 0
     for i in range((int(excess.max()).bit_length() + 7) // 8):
-        plane = (excess >> (8 * i)).astype(np.uint8).tobytes()
+        plane = rice.byte(excess, 8 * i).tobytes()
         packed = squeeze(plane)
         planes.append(plane if packed is None else packed)
         squeezed |= (packed is not None) << i
