@@ -24,6 +24,7 @@ from temper.learner.inbox import GroupData, SampleData
 from temper.learner.policy import Policy
 from temper.learner.reference_policy import frozen_copy
 from temper.learner.routing_replay import Routing, install
+from temper.learner.rows import collect
 from temper.learner.step import Trainer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig
@@ -330,14 +331,21 @@ def test_a_step_compares_log_probabilities_of_the_network_that_sampled() -> None
 def test_the_proximal_policy_replays_and_the_reference_policy_chooses_itself() -> None:
     model = model_of("qwen3_moe")
     groups = groups_of(model, 0, "other")
-    trainer = trainer_of(name="decoupled_ppo", kl_coefficient=0.1)
+    still = dataclasses.replace(RECIPE, optimizer=dataclasses.replace(RECIPE.optimizer, learning_rate=1e-12))
+    objective = {
+        "name": "decoupled_ppo",
+        "kl_coefficient": 0.1,
+        "updates_per_step": 2,
+    }  # so that it has a forward of its own
+    trainer = trainer_of(still, **objective)
     report = trainer.train_step(groups, 0)
-    # the proximal policy is the policy itself before the first update: their ratio is 1 to the last bit
-    assert report.mean(names.LEARNER_RATIO) == pytest.approx(1.0, abs=1e-6)
-    assert report.mean(names.LEARNER_WEIGHT) == pytest.approx(1.0, abs=1e-4)  # and it is what sampled
+    # no update moves anything: the proximal policy is the policy, and what sampled
+    flat = trainer._flat(collect(groups, 0, 4), TEMPERATURE)
+    assert flat.prox is not None and torch.allclose(flat.prox, flat.mu, rtol=0, atol=CLOSE)
+    assert report.mean(names.LEARNER_RATIO) == pytest.approx(1.0, abs=1e-5)
+    assert report.mean(names.LEARNER_WEIGHT) == pytest.approx(1.0, abs=1e-4)
     assert report.mean(names.LEARNER_KL_REFERENCE) > 1e-3  # the same weights, routed by themselves
-    assert trainer.reference.policy(trainer.policy).routing is None
-    same = trainer_of(name="decoupled_ppo", kl_coefficient=0.1).train_step(groups_of(model, 0), 0)
+    same = trainer_of(still, **objective).train_step(groups_of(model, 0), 0)
     assert same.mean(names.LEARNER_KL_REFERENCE) == pytest.approx(0.0, abs=1e-6)
 
 
