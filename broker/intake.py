@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 from temper.broker.events import PeerKey, SamplesArrived
-from temper.broker.validate import LOGPROB_SLACK, BadSamples, check
+from temper.broker.validate import LOGPROB_SLACK, BadSamples, at_a_glance, check
 from temper.common.arrays import packed_bytes, spec_bytes
 from temper.common.delivery import Arrival, DeliveryRun
 from temper.common.errors import ProtocolError
@@ -37,7 +37,7 @@ class Intake(msgspec.Struct, array_like=True, frozen=True, gc=False):
     lease_id: int
     attempt: int
     lineage: int
-    samples: list[SampleMeta]
+    samples: tuple[SampleMeta, ...]
     arrays: msgspec.Raw
 
 
@@ -89,7 +89,7 @@ class Messages(msgspec.Struct, gc=False):
         """What the core is told of those at `places`, all of one attempt."""
         at = places[0]
         first, nbytes = bodies[at], self.sizes[at] - len(self.metas[at])
-        samples = first.samples
+        samples: Sequence[SampleMeta] = first.samples
         if len(places) > 1:
             samples = [sample for body in taken(bodies, places) for sample in body.samples]
             nbytes = sum(taken(self.sizes, places)) - sum(map(len, taken(self.metas, places)))
@@ -148,7 +148,7 @@ def _whole(body: Intake) -> Samples:
         specs = _specs(body.arrays)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed Samples: {error}") from error
-    return Samples(body.lease_id, body.attempt, body.lineage, body.samples, specs)
+    return Samples(body.lease_id, body.attempt, body.lineage, list(body.samples), specs)
 
 
 def _layout(encoded: bytes) -> Layout | None:
@@ -243,9 +243,12 @@ def _usual(body: Intake, frames: Sequence[Any], values: Values) -> bool:
 def _are_fine(values: Values) -> bool:
     """Whether all ids are there, all masks 0 or 1, all log-probabilities finite and (everywhere, to be quick) at most 0, all
     rewards and components finite."""
+    if not all(map(isfinite, values.facts)):
+        return False
+    if len(values.masks) < FEW and all(map(at_a_glance, values.masks, values.logprobs, values.tokens)):
+        return True
     return (
-        all(map(isfinite, values.facts))
-        and all([np.minimum.reduce(np.frombuffer(ids, "<i4")) >= 0 for ids in _together(values.tokens)])
+        all([np.minimum.reduce(np.frombuffer(ids, "<i4")) >= 0 for ids in _together(values.tokens)])
         and all([np.maximum.reduce(np.frombuffer(mask, np.uint8)) <= 1 for mask in _together(values.masks)])
         and all([_are_logprobs(np.frombuffer(each, "<f4")) for each in _together(values.logprobs)])
     )
@@ -277,7 +280,7 @@ Fault = BadSamples | ProtocolError
 def _one_layout(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> Alike | None:
     """All of these messages as one table, if they are of one sample in one frame and have the same layout."""
     arrays, n = [body.arrays for body in bodies], len(bodies)
-    if not n or arrays.count(arrays[0]) != n:
+    if n < FEW or arrays.count(arrays[0]) != n:
         return None
     layout = _layouts.get(bytes(arrays[0]))
     if layout is None or not layout.alone:
@@ -350,10 +353,10 @@ def _all_fine(alike: Alike) -> bool:
     return all(map(isfinite, alike.facts)) and bool(
         (table(layout.cu, "<i8", 8, 2) == (0, count)).all()
         and not mask[:, 0].any()
-        and mask.max() <= 1
-        and table(layout.tokens, "<i4", 4, count).min() >= 0
-        and logprob.min() > -inf
-        and logprob.max() <= LOGPROB_SLACK
+        and np.maximum.reduce(mask, None) <= 1
+        and np.minimum.reduce(table(layout.tokens, "<i4", 4, count), None) >= 0
+        and np.minimum.reduce(logprob, None) > -inf
+        and np.maximum.reduce(logprob, None) <= LOGPROB_SLACK
     )
 
 

@@ -124,6 +124,15 @@ def _experts(view: memoryview, shape: tuple[int, ...], tokens: int) -> None:
         raise BadSamples(f"routed_experts holds {int(least)}, expected experts or -1 where unknown")
 
 
+def at_a_glance(mask: Any, logprobs: Any, tokens: Any) -> bool:
+    """Whether every value is fine, as its top byte shows; False if that says nothing (bytes or memoryviews of bytes)."""
+    return len(mask) <= SMALL_TOKENS and not (
+        bytes(mask).translate(None, b"\0\1")
+        or bytes(logprobs[3::4]).translate(None, NOT_ABOVE_ZERO)
+        or not bytes(tokens[3::4]).isascii()
+    )
+
+
 def _values(views: Mapping[str, memoryview], starts: list[int]) -> None:
     mask = views["loss_mask"]
     for start, stop in pairwise(starts):
@@ -131,12 +140,8 @@ def _values(views: Mapping[str, memoryview], starts: list[int]) -> None:
             raise BadSamples(f"a sample has {stop - start} tokens, expected a prompt and a completion")
         if mask[start]:
             raise BadSamples("a sample's first token is marked as sampled, so it has no prompt")
-    if mask.nbytes <= SMALL_TOKENS and not (
-        bytes(mask).translate(None, b"\0\1")
-        or bytes(views["behaviour_logprob"][3::4]).translate(None, NOT_ABOVE_ZERO)
-        or not bytes(views["tokens"][3::4]).isascii()
-    ):
-        return  # every value is fine, as its top byte shows
+    if at_a_glance(mask, views["behaviour_logprob"], views["tokens"]):
+        return
     flags, logprob = np.frombuffer(mask, np.uint8), np.frombuffer(views["behaviour_logprob"], "<f4")
     if flags.max() > 1:
         raise BadSamples(f"loss_mask holds {int(flags.max())}, expected 0 or 1")
