@@ -133,11 +133,17 @@ class GroupBook:
         return total
 
     def _move(self, record: GroupRecord, state: GroupStateName) -> None:
-        counts = self.counts[record.lane]
-        counts[record.state] -= 1
+        lane, before = record.lane, record.state
+        counts = self.counts[lane]
+        counts[before] -= 1
         counts[state] += 1
-        stays = record.state in ACTIVE and state in ACTIVE
-        self._unlist(record, stays)
+        stays = before in ACTIVE and state in ACTIVE
+        if before in ACTIVE and not stays:
+            _remove(self.active[lane], record.group_id)
+        if before == "assembling":
+            _remove(self._assembling[lane], record.group_id)
+        elif before == "queued":
+            _remove(self._queue[lane], self._place(record))
         record.state = state
         self._list(record, stays)
         self.dirty[record.group_id] = record
@@ -146,21 +152,16 @@ class GroupBook:
         return (record.group_id if self.lease_order else record.order, record.group_id)
 
     def _list(self, record: GroupRecord, stays: bool = False) -> None:
-        """Put the record where its state belongs; `stays`: it was active and is not taken from these."""
-        if record.state in ACTIVE and not stays:
+        """Put the record where its state belongs; `stays`: it was active and was not taken from these."""
+        state = record.state
+        if state not in ACTIVE:
+            return
+        if not stays:
             insort(self.active[record.lane], record.group_id)
-        if record.state == "assembling":
+        if state == "assembling":
             insort(self._assembling[record.lane], record.group_id)
-        elif record.state == "queued":
+        elif state == "queued":
             insort(self._queue[record.lane], self._place(record))
-
-    def _unlist(self, record: GroupRecord, stays: bool) -> None:
-        if record.state in ACTIVE and not stays:
-            _remove(self.active[record.lane], record.group_id)
-        if record.state == "assembling":
-            _remove(self._assembling[record.lane], record.group_id)
-        elif record.state == "queued":
-            _remove(self._queue[record.lane], self._place(record))
 
 
 def _remove(ordered: list, value: object) -> None:

@@ -137,5 +137,5 @@ def split_of(key: str, eval_share: float = 0.2) -> Split:
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from named parts, the same on every machine: derive_seed(run_seed, "task", lease_id, index)."""
-    text = "\x1f".join(str(part) for part in parts)
+    text = "\x1f".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -107,7 +107,7 @@ def settle_garbage() -> None:
     often from here on. Messages hold no cycles, so collecting every 700 allocations only costs time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(100_000, 20, 20)
 
 
 def share_memory_between_threads() -> None:
