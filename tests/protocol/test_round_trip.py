@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from temper.common import keys
 from temper.common.errors import PeerLost, ProtocolError
+from temper.common.link import KEEP_FROM_BYTES
 from temper.common.schema import Chunk, Drain, Fetch, Heartbeat, Lease, Samples, Touch, Version, Welcome
 from temper.common.session import decode
 
@@ -194,16 +195,17 @@ def test_large_frames_are_forwarded_as_they_came_and_small_ones_pin_nothing(kit:
         await actor.open(60)
         await learner.open(60)
         to = next(p for p, hello in broker.control.peers.items() if hello.session == learner.hello.session)
-        large, small = os.urandom(2 * MEBIBYTE), os.urandom(1000)
+        large, own, small = os.urandom(2 * MEBIBYTE), os.urandom(KEEP_FROM_BYTES), os.urandom(KEEP_FROM_BYTES - 1)
         body = Samples(5, 1, 7, [], [])
-        await actor.send(body, [large, small, b""])
+        await actor.send(body, [large, own, small, b""])
         await broker.until(lambda: broker.bodies(Samples))
         delivery = broker.got[0]
-        assert type(delivery.frames[0]).__name__ == "Frame" and type(delivery.frames[1]) is bytes
+        assert [type(frame).__name__ for frame in delivery.frames] == ["Frame", "Frame", "bytes", "bytes"]
+        assert type(delivery.raw_meta) is bytes
         assert broker.control.forward(to, delivery.kind, delivery.raw_meta, delivery.frames)
         async with asyncio.timeout(60):
             await arrived.wait()
-        assert got == [(body, [large, small, b""])]
+        assert got == [(body, [large, own, small, b""])]
         await actor.close("done", 0)
         await learner.close("done", 0)
         broker.close()

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from temper.broker import intake
@@ -21,6 +22,7 @@ from temper.broker.validate import BadSamples, check, check_metrics
 from temper.common import schema
 from temper.common.arrays import divide, pack_arrays, unpack_arrays
 from temper.common.errors import ProtocolError
+from temper.common.link import KEEP_FROM_BYTES
 from temper.common.metrics import Meter
 from temper.common.peer_daemon import metrics_of
 from temper.common.wire import pack_meta, unpack_meta
@@ -299,6 +301,22 @@ def test_many_messages_at_once_are_judged_as_each_alone(kinds: list[Any]) -> Non
             with pytest.raises((BadSamples, ProtocolError)) as alone:
                 check(body, frames)
             assert type(fault) is alone.type and str(fault) == str(alone.value)
+
+
+@pytest.mark.parametrize("small", [0, 1, 6])
+@pytest.mark.parametrize("wrong", [None, "tokens", "behaviour_logprob", "loss_mask"])
+def test_frames_that_were_not_copied_are_judged_as_bytes_are(small: int, wrong: str | None) -> None:
+    """The last value of a large array is wrong, alone and beside small messages."""
+    samples, values = one(20_000)
+    if wrong is not None:
+        values[wrong][-1] = {"tokens": -1, "behaviour_logprob": np.nan, "loss_mask": 2}[wrong]
+    large, frames = read(samples, values)
+    assert min(len(frame) for frame in frames[:3]) >= KEEP_FROM_BYTES
+    messages = [read(*one(6)) for _ in range(small)] + [(large, [zmq.Frame(frame) for frame in frames])]
+    found = intake.faults([body for body, _ in messages], [own for _, own in messages])
+    expected = [str(fault) for fault in intake.faults([large], [frames]).values()]
+    assert len(expected) == (wrong is not None)
+    assert [(i, str(fault)) for i, fault in found.items()] == [(small, text) for text in expected]
 
 
 def bundle(**files: bytes) -> tuple[schema.Bundle, list[bytes]]:
