@@ -107,7 +107,7 @@ async def _commit(engine: Engine, model: Any, recipe: Recipe, ordinal: int, base
     tensors = {
         part: TensorBits.of(bit_view(tensor), name)
         for key, p in model.named_parameters()
-        for part, tensor in divided(key, p.detach().to(dtype), model.config.model_type)
+        for part, tensor in divided(key, p.detach().to(dtype, copy=True), model.config.model_type)
     }
     new = seal(ordinal, 1, tensors, base)
     await engine.apply(stage(encode(base, new), base))

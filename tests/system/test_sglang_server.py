@@ -338,7 +338,7 @@ def test_check_engine_compares_the_real_server_over_updates(
         live.run(live.engine.apply(live.update(whole=True)))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[:4]] == [f"after {n} updates" for n in range(4)]
-    assert lines[4].startswith("engine: fine")
+    assert lines[4].startswith("engine: fine") and float(lines[4].split()[6]) < CLOSE
 
 
 @pytest.mark.parametrize("live", ["mixture"], indirect=True)

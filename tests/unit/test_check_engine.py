@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ def test_the_demos_engine_agrees_over_updates(capsys: pytest.CaptureFixture[str]
     assert main(["engine", "demo", *SMALL, "--sampling.temperature=0.7", "--sampling.top_k=5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and lines[3].startswith("after 3 updates") and lines[4].startswith("engine: fine")
+    means = [float(re.findall(r"mean (\S+),", line)[0]) for line in lines[:4]]
+    assert max(means) < 1e-6  # the updates arrived: an engine still at the first version would be 1e-4 apart
 
 
 def test_an_engine_that_serves_other_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
