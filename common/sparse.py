@@ -3,7 +3,8 @@
 Values of the base below a bound of magnitude are *hot*. They may be told apart by class (exponent; the lowest ones
 together), and within a class the gaps between the changed ones, or between the unchanged ones where those are fewer, are
 Rice-coded: its members change with about the same probability, so this takes little more than half of what gaps between
-positions take. The bound is where that stops to pay. The rest is *cold*: gaps between positions. With them go, class by
+positions take. The bound is where that stops to pay, and where all of it saves less than the time of the pass is worth
+nothing is told apart. The rest is *cold*: gaps between positions. With them go, class by
 class, the sign of each change and the steps beyond one: as gaps between the exceptions where those are few, else as squeezed
 bytes.
 
@@ -29,6 +30,9 @@ WRITTEN_CLASSES = 1  # that are told apart here: each saves bytes and takes a pa
 SCAN_BITS = 0.5  # what looking at a hot value must save: the time of a pass, in bits
 HOT_FROM_VALUES = 1 << 12  # smaller pieces aren't worth a look at their classes
 CLASS_BITS = 40.0  # what a class costs in parameters
+PASS_BITS = (
+    0.04  # what telling classes apart must save a value of the piece: what 60 Mbit/s carry while a core takes the pass
+)
 SAMPLE = 1 << 12  # values of a piece that its classes are estimated from
 STRETCH = 1 << 7  # of them in a row
 
@@ -183,7 +187,7 @@ def _bounds(base: np.ndarray, kinds: np.ndarray, dtype: str) -> tuple[int, int]:
     costs += _entropy(above)
     best = int(costs.argmin())
     bound = min(first + best + 1, class_count(dtype) - 1)
-    if costs[best] >= _entropy(whole)[0] or bound <= first:
+    if costs[best] + PASS_BITS * base.size >= _entropy(whole)[0] or bound <= first:
         return 0, 0
     return bound, max(first, bound - WRITTEN_CLASSES)
 

@@ -300,8 +300,11 @@ def test_a_training_step_is_exact_in_every_float_dtype_however_many_classes_a_wr
         assert np.unique(patch.indices).size == patch.indices.size == int((old != new).sum())
 
 
-def test_telling_small_values_apart_comes_near_the_entropy_of_that_and_beats_that_of_the_positions() -> None:
+def test_telling_small_values_apart_comes_near_the_entropy_of_that_and_beats_that_of_the_positions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     old, new = trained("bfloat16", 1 << 20, 2e-6)
+    monkeypatch.setattr(sparse, "PASS_BITS", 0.0)
     coded = coding.encode(old, new, "bfloat16")
     assert coded is not None and coded.kind == coding.SPARSE
     kinds, differ = classes(old, "bfloat16"), old != new
@@ -315,6 +318,23 @@ def test_telling_small_values_apart_comes_near_the_entropy_of_that_and_beats_tha
     assert 0.002 < coded.changed / old.size < 0.05
     assert 8 * sum(map(len, coded.streams[:3])) < 1.05 * told_apart < 0.9 * positions
     assert 8 * coded.nbytes < 0.98 * positions
+
+
+@pytest.mark.parametrize("update", [1e-7, 5e-7, 5e-6, 3e-5])  # far enough from the price: what is saved is estimated
+def test_values_are_told_apart_where_that_saves_more_than_the_time_of_the_pass_is_worth(
+    update: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = trained("bfloat16", 1 << 20, update)
+    price, sizes = sparse.PASS_BITS, {}
+    for asked in (0.0, price, 100.0):
+        monkeypatch.setattr(sparse, "PASS_BITS", asked)
+        coded = coding.encode(old, new, "bfloat16")
+        assert coded is not None and coded.kind == coding.SPARSE
+        sizes[asked] = 8 * coded.nbytes / old.size, coded.parameters[0] > 0  # bits a value, any class
+    (least, told), (usual, chosen), (most, _) = sizes.values()
+    assert told and most > least  # it would save something in each case
+    assert chosen == (usual < most)
+    assert chosen == (most - least > price) == (update > 1e-6)
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.01, 0.4, 1.0, 7.0, 300.0, 1e7])
