@@ -29,6 +29,7 @@ from temper.common.pump import PeerId
 from temper.common.schema import Ack, Body, Goodbye, Heartbeat, Hello, NewVersion, Refused, Version
 from temper.common.session import check, check_kind, decode
 from temper.common.sockets import Address, bind, new_epoch, parse_address
+from temper.common.waiting import on_the_beat
 from temper.common.wire import pack_fields, pack_meta
 
 TICK_S = 1.0
@@ -93,7 +94,7 @@ class Passage:
             raise
         self._site = Link(self._bound.socket, self._from_site)
         self._ticked_at = self._loop.time()
-        self._timer = self._loop.call_later(TICK_S, self._tick)
+        self._timer = on_the_beat(self._loop, TICK_S, self._tick)
 
     def working(self) -> list[str]:
         """Names of the peers that are there and whose work is not over."""
@@ -245,7 +246,7 @@ class Passage:
         now = self._loop.time()
         late = max(now - self._ticked_at - 2 * TICK_S, 0.0)  # it was us who did not listen
         self._ticked_at = now
-        self._timer = self._loop.call_later(TICK_S, self._tick)
+        self._timer = on_the_beat(self._loop, TICK_S, self._tick)
         self._answered.clear()
         for line in list(self.lines.values()):
             line.heard_at += late

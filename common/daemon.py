@@ -252,7 +252,7 @@ class Daemon:
     def _tick(self) -> None:
         if self.state in ("STOPPED", "FAILED"):
             return
-        asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        waiting.on_the_beat(asyncio.get_running_loop(), TICK_S, self._tick)
         if self._watch is not None:
             self._watch.beat()
         self.pulse()

@@ -31,7 +31,7 @@ from temper.common.schema import Body, Goodbye, Heartbeat, Hello, State, Version
 from temper.common.session import outgoing
 from temper.common.side import Side
 from temper.common.sockets import new_epoch, parse_address, routing_id
-from temper.common.waiting import first, wait_for
+from temper.common.waiting import first, on_the_beat, wait_for
 from temper.common.wire import pack_meta
 
 B = TypeVar("B", bound=Body)
@@ -272,7 +272,10 @@ class Peer:
         self._ticked_at = now
         if self.over:
             return
-        self._timer = self._loop.call_later(period, self._tick)
+        if welcomed:
+            self._timer = on_the_beat(self._loop, period, self._tick)
+        else:
+            self._timer = self._loop.call_later(period, self._tick)
         for side in self._sides:
             if self.keys is not None and now - max(self._sides[0].heard_at, side.dialed_at) > REDIAL_S:
                 side.redial()

@@ -39,6 +39,7 @@ from temper.common.link import Link
 from temper.common.schema import BODIES, Ack, Body, Heartbeat, Hello, Refused, State, Version, Welcome
 from temper.common.session import Backlogged, Fields, Outgoing, Session, check, check_kind, decode, outgoing
 from temper.common.sockets import SocketKind, bind, new_epoch, parse_address
+from temper.common.waiting import on_the_beat
 from temper.common.wire import FRAME_LIMIT, META_LIMIT_BYTES, header_fields, is_header, pack_meta
 
 __all__ = ["Arrival", "Delivery", "DeliveryRun", "PeerId", "Router"]
@@ -129,7 +130,7 @@ class Router:
             raise
         self._link = Link(self._bound.socket, self._drain)
         self._ticked_at = self._loop.time()
-        self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
+        self._timer = on_the_beat(self._loop, HEARTBEAT_S, self._tick)
 
     # ------------------------------------------------------------ what the broker calls
 
@@ -437,7 +438,7 @@ class Router:
         now = self._loop.time()
         late = now - self._ticked_at - HEARTBEAT_S
         self._ticked_at = now
-        self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
+        self._timer = on_the_beat(self._loop, HEARTBEAT_S, self._tick)
         self._answered.clear()
         self._knocks.clear()
         beat = outgoing(Heartbeat.KIND, pack_meta(self._beat), (), 0)

@@ -28,8 +28,11 @@ Socket = zmq.Socket[bytes]
 IPC_PATH_LIMIT_BYTES = 107
 SEND_HIGH_WATER = 8192  # messages to one peer inside ZeroMQ; credit stays far below it, so only a flood meets it
 RECEIVE_HIGH_WATER = 2048
-HEARTBEAT_MS = 5_000  # ZMTP's own, from the I/O thread: finds dead connections, says nothing about the process
-HEARTBEAT_TIMEOUT_MS = 30_000
+HEARTBEAT_MS = {
+    "tcp": 5_000,
+    "ipc": 30_000,
+}  # ZMTP's own, from the I/O thread: finds dead connections, says nothing about
+HEARTBEAT_TIMEOUT_MS = 30_000  # the process. One on this host dies with its process, unless that is stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ def bind(address: Address, kind: SocketKind, keys: BrokerKeys | None = None) -> 
     lock, path = None, None
     if address.scheme == "ipc":
         lock, path = _lock(address, kind), address.endpoint(kind).removeprefix("ipc://")
-    socket = _socket(zmq.ROUTER)
+    socket = _socket(zmq.ROUTER, address)
     bound = Bound(socket, lock, path)
     try:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -162,7 +165,7 @@ def connect(address: Address, kind: SocketKind, identity: bytes, keys: PeerKeys 
     """A connecting DEALER; the broker need not be there yet. ConfigError for TCP without keys."""
     if address.scheme == "tcp" and keys is None:
         raise ConfigError(f"{address} needs a key file: make one beside the broker with `temper keys new NAME`")
-    socket = _socket(zmq.DEALER)
+    socket = _socket(zmq.DEALER, address)
     try:
         socket.setsockopt(zmq.ROUTING_ID, identity)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues for a broker that is not there
@@ -179,14 +182,14 @@ def connect(address: Address, kind: SocketKind, identity: bytes, keys: PeerKeys 
     return socket
 
 
-def _socket(kind: Any) -> Socket:
+def _socket(kind: Any, address: Address) -> Socket:
     socket: Socket = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
     socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT_BYTES)  # of one frame; the rest is checked above ZeroMQ
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS[address.scheme])
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     return socket
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from temper.common.errors import PeerLost
@@ -14,6 +15,7 @@ T = TypeVar("T")
 
 FIRST_LINE_S = 2.0
 NEXT_LINE_S = 30.0
+EARLY = 0.05  # of a period: so little before its end, a timer fires for the next one
 
 
 async def wait_for(what: str, awaitable: Awaitable[T], deadline_s: float) -> T:
@@ -40,6 +42,12 @@ async def wait_for(what: str, awaitable: Awaitable[T], deadline_s: float) -> T:
     finally:
         if not future.done():
             future.cancel()
+
+
+def on_the_beat(loop: asyncio.AbstractEventLoop, period_s: float, what: Callable[[], object]) -> asyncio.TimerHandle:
+    """Have `what` called when the host's clock shows the next multiple of `period_s`. Everything periodic does it this way, in
+    every daemon: what happens at once wakes a processor once, and what it sends arrives together."""
+    return loop.call_at((math.floor(loop.time() / period_s + EARLY) + 1) * period_s, what)
 
 
 async def first(*futures: asyncio.Future[Any]) -> None:

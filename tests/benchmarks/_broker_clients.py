@@ -68,7 +68,7 @@ class Line:
         while not self.limit:
             self.take(block=True)
         self.transient(Heartbeat("READY"))
-        self.beat_at = time.monotonic() + BEAT_S
+        self.beat_at = _next_beat()
 
     def transient(self, body: Any) -> None:
         meta = pack_meta(body)
@@ -145,9 +145,14 @@ class Line:
 
     def beat(self) -> None:
         if time.monotonic() > self.beat_at:
-            self.beat_at = time.monotonic() + BEAT_S
+            self.beat_at = _next_beat()
             self.acknowledge()
             self.transient(Heartbeat("READY"))
+
+
+def _next_beat() -> float:
+    """As a peer's: all on the host beat together (``waiting.on_the_beat``)."""
+    return (time.monotonic() // BEAT_S + 1) * BEAT_S
 
 
 class Payload:
