@@ -76,9 +76,13 @@ class Link:
             if self._open and (self._more or self.behind()):
                 self._look()
 
+    def waiting(self) -> bool:
+        """Whether messages wait now: a third of what it costs to find none by `receive`."""
+        return bool(_get(self.socket, EVENTS) & POLLIN)
+
     def behind(self) -> bool:
-        """Whether messages wait now. If so, `drain` is called once more, whatever becomes of them."""
-        self._more = bool(_get(self.socket, EVENTS) & POLLIN)
+        """`waiting`, at the end of a turn. If so, `drain` is called once more, whatever becomes of the messages."""
+        self._more = self.waiting()
         return self._more
 
     def flush_later(self, flush: Callable[[], None]) -> None:

@@ -268,7 +268,7 @@ class Router:
         batch: list[Arrival] = []
         now = self._loop.time()
         count = size = self._burst_messages = 0
-        receive, take, usual = self._link.receive, self._take, self._usual
+        receive, waiting, take, usual = self._link.receive, self._link.waiting, self._take, self._usual
         self._receiving = self._debts.in_turn = True
         try:
             while count + self._burst_messages < TURN_MESSAGES and size < TURN_BYTES:
@@ -277,6 +277,8 @@ class Router:
                     break
                 count += 1
                 size += usual(parts, batch, now) or take(parts, batch, now)
+                if count == 1 and not waiting():  # as it is mostly, unless much is to be done
+                    break
             self._receiving = False
             if batch:
                 self._on_batch(batch)
