@@ -86,12 +86,12 @@ async def pump(folder: str, messages: int) -> dict[str, float]:
                 router.forward(consumer, d.kind, d.raw_meta, d.frames)
                 count += 1
         room = router.backlog(consumer)[0] == 0
+        if not room:  # the consumer has stopped: so do the producers
+            for d in deliveries:
+                sizes = d.sizes if isinstance(d, DeliveryRun) else [d.size]
+                number, size = held.get(d.peer, (0, 0))
+                held[d.peer] = (number + len(sizes), size + sum(sizes))
         for peer, sequence in last.items():
-            if not room:  # the consumer has stopped: so do the producers
-                own = [d for d in deliveries if d.peer == peer]
-                sizes = [n for d in own for n in (d.sizes if isinstance(d, DeliveryRun) else [d.size])]
-                number, size = held.get(peer, (0, 0))
-                held[peer] = (number + len(sizes), size + sum(sizes))
             router.acknowledge(peer, sequence, release=room)
         if count >= messages and not over.done():
             over.set_result((time.process_time() - begun[0], time.perf_counter() - begun[1]))
