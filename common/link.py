@@ -51,10 +51,10 @@ class Link:
         self._last: Any = None
         self._flushes: list[Callable[[], None]] = []
         self._loop.add_reader(self._descriptor, self._turn)
-        self._look()
+        self.look()
 
-    def _look(self) -> None:
-        """Look for messages soon, whatever the descriptor says."""
+    def look(self) -> None:
+        """Look for messages soon, whatever the descriptor says: also after a send past this link."""
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._looked)
@@ -74,7 +74,7 @@ class Link:
             self.flush()
             self._in_turn = False
             if self._open and (self._more or self.behind()):
-                self._look()
+                self.look()
 
     def waiting(self) -> bool:
         """Whether messages wait now: a third of what it costs to find none by `receive`."""
@@ -135,7 +135,7 @@ class Link:
         if not self._open:
             return False
         if not self._in_turn and not self._scheduled:
-            self._look()  # a send may swallow the edge
+            self.look()  # a send may swallow the edge
         socket = self.socket
         try:
             if peer:

@@ -46,6 +46,7 @@ class Raw:
             self.socket.send_multipart(parts, zmq.NOBLOCK)
         except zmq.Again:
             return False
+        self.link.look()  # the send may have swallowed the edge
         return True
 
     def body(self, body: Any, epoch: int = 9, sequence: int | None = None) -> None:
