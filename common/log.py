@@ -6,6 +6,7 @@ escaped: no line can forge another one or drive a terminal. A closed stderr is n
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import sys
 import time
@@ -13,6 +14,7 @@ import time
 LINE_LIMIT = 4000
 
 _name = "temper"
+_escape = codecs.getencoder("unicode_escape")  # found now: later a process may not reach its library any more
 
 
 def name_process(name: str) -> None:
@@ -27,7 +29,7 @@ def clean(text: str, limit: int = LINE_LIMIT) -> str:
         text = f"{text[:limit]}... ({len(text)} characters)"
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return "".join(c if c.isprintable() else _escape(c, "surrogatepass")[0].decode() for c in text)
 
 
 def log(message: str) -> None:

@@ -14,9 +14,9 @@ import pytest
 pytestmark = pytest.mark.system
 
 
-def run(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, stdin: str = "", nice: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from temper.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-P", "-c", code, "exec", *arguments]
+    command = ["nice", "-n", str(nice), sys.executable, "-P", "-c", code, "exec", *arguments]
     return subprocess.run(
         command,
         input=stdin,
@@ -48,6 +48,14 @@ def test_a_suite_calls_the_program(tmp_path: Path) -> None:
     tests.write_text(json.dumps([{"suite": "assert f(1) == 2"}, {"suite": "assert f(1) == 2", "weak": True}]))
     done = run(str(program), "--tests", str(tests))
     assert done.returncode == 0 and done.stdout.startswith("ok"), done
+
+
+@pytest.mark.parametrize("mode", ["fresh", "fork"])
+def test_a_program_is_as_nice_as_its_worker(mode: str) -> None:
+    nice = os.nice(0)
+    done = run("-", "--language", "python", "--mode", mode, "--json", stdin="import os; print(os.nice(0))", nice=5)
+    verdict = json.loads(done.stdout)
+    assert verdict["outcome"] == "ok" and verdict["stdout"] == f"{min(nice + 5, 19)}\n", verdict
 
 
 def test_limits_stdin_and_hostile_output(tmp_path: Path) -> None:
