@@ -30,9 +30,7 @@ WRITTEN_CLASSES = 1  # that are told apart here: each saves bytes and takes a pa
 SCAN_BITS = 0.5  # what looking at a hot value must save: the time of a pass, in bits
 HOT_FROM_VALUES = 1 << 12  # smaller pieces aren't worth a look at their classes
 CLASS_BITS = 40.0  # what a class costs in parameters
-PASS_BITS = (
-    0.04  # what telling classes apart must save a value of the piece: what 60 Mbit/s carry while a core takes the pass
-)
+PASS_BITS = 0.065  # what telling classes apart must save a value of the piece: what 100 Mbit/s carry in a pass's time
 SAMPLE = 1 << 12  # values of a piece that its classes are estimated from
 STRETCH = 1 << 7  # of them in a row
 
