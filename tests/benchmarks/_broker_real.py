@@ -136,7 +136,12 @@ def measure(
 
 def best(durability: str, samples: int, payload: int, repeat: int, **options: int) -> dict[str, Any]:
     """The best of `repeat`: lowest CPU, highest rate."""
-    rounds = [measure(durability, samples, payload, **options) for _ in range(repeat)]
+    return merged([measure(durability, samples, payload, **options) for _ in range(repeat)])
+
+
+def merged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The best of `rounds`."""
+    payload = rounds[0]["bytes"]
     least, most = min(row["cpu_us"] for row in rounds), max(row["rate"] for row in rounds)
     return {**rounds[0], "cpu_us": least, "rate": most, "mib_per_s": round(most * payload / 2**20, 1)}
 
