@@ -51,9 +51,7 @@ class Changes:
 
     leases: list[LeaseRecord]
     groups: list[GroupRecord]
-    attempts: dict[
-        tuple[int, int], tuple[PeerKey, AttemptState]
-    ]  # (lease, attempt) that went out or ended: its peer, how
+    attempts: dict[tuple[int, int], tuple[PeerKey, AttemptState]]  # (lease, attempt) out or ended: peer, how
     state: dict[str, Any]
 
 

@@ -171,10 +171,7 @@ class Host:
         if self.interpreter.outside_usr:
             binds[str(self.interpreter.prefix)] = str(self.interpreter.prefix)
         command = [str(self.nsjail), "-q", "-C", str(POLICY), "-Mr", "--log_fd", str(log_fd), "--rlimit_core", core]
-        command += [
-            "--nice_level",
-            str(os.nice(0)),
-        ]  # the worker's: nsjail's default is 19, and a user may not go below
+        command += ["--nice_level", str(os.nice(0))]  # the worker's own; nsjail's is 19
         command += self.identity()
         command += ["--pass_fd", str(control_fd), "-R", f"{inside}:{INSIDE_IN_JAIL}"]
         if profile.preload:
