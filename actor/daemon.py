@@ -24,7 +24,7 @@ from temper.actor.episodes import Failed, lease_name
 from temper.actor.host import ActorHost, built_in_domains, domain_digests
 from temper.actor.rewards import SandboxGrader
 from temper.actor.scrub import Scrub
-from temper.actor.serving import Parts, Serving
+from temper.actor.serving import LEAVING, Parts, Serving
 from temper.actor.text import Text
 from temper.actor.versions import Versions
 from temper.actor.weights import WeightClient
@@ -144,6 +144,9 @@ class ActorDaemon(PeerDaemon):
             if (lease.lease_id, lease.attempt) not in self._queued:
                 continue  # refused meanwhile
             self._queued.discard((lease.lease_id, lease.attempt))
+            if self.stopping:
+                self._send_back(lease)  # it came with the drain
+                continue
             if self.idle():
                 self.progress(f"{lease_name(lease.lease_id)} of {lease.domain} begun")
             held = serving.take(lease)
@@ -161,7 +164,8 @@ class ActorDaemon(PeerDaemon):
         while not self._leases.empty():
             lease = self._leases.get_nowait()
             if (lease.lease_id, lease.attempt) in self._queued:
-                self.peer.post(Return(lease.lease_id, lease.attempt, "drain", reason[:200]))
+                self._queued.discard((lease.lease_id, lease.attempt))
+                self._send_back(lease)
         for held in list(serving.held.values()):
             serving.drain(held)
         tasks = [held.task for held in serving.held.values() if held.task is not None]
@@ -255,8 +259,13 @@ class ActorDaemon(PeerDaemon):
             self._grader.on_done(done, frames)
 
     def _on_lease(self, lease: Lease, frames: list[memoryview]) -> None:
+        if self.stopping:
+            return self._send_back(lease)
         self._queued.add((lease.lease_id, lease.attempt))
         self._leases.put_nowait(lease)
+
+    def _send_back(self, lease: Lease) -> None:
+        self.peer.post(Return(lease.lease_id, lease.attempt, "drain", LEAVING))
 
     def _on_refused(self, refused: SampleRefused, frames: list[memoryview]) -> None:
         key = (refused.lease_id, refused.attempt)

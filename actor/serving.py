@@ -32,6 +32,7 @@ from temper.common.waiting import first
 FLUSH_S = 0.2  # finished samples wait this long for their siblings before they are sent
 STUCK_RETRIES = 3  # how often a lease runs again because another one blocked its domain's thread
 ERROR_LIMIT = 1000
+LEAVING = "the actor is leaving"
 
 
 class Link(Protocol):
@@ -127,10 +128,10 @@ class Serving:
         try:
             cause, error = await self._attempt(held)
         except asyncio.CancelledError:
-            self._return(held, "drain", "the actor is leaving")
+            self._return(held, "drain", LEAVING)
             raise
         finally:
-            del self.held[lease.lease_id, lease.attempt]
+            self.held.pop((lease.lease_id, lease.attempt), None)  # a drain that it outlasted has given it back
         if cause == "task":
             self._parts.meter.add(metrics.ACTOR_TASK_ERRORS)
             log(f"{lease_name(lease.lease_id)} ({lease.domain}): {error}")
@@ -146,9 +147,10 @@ class Serving:
             held.task.cancel()
 
     def give_back(self, held: Held) -> None:
-        """Return a lease whose task was cancelled before it ran at all."""
+        """Return a lease whose task was cancelled before it ran at all, or does not end although it was cancelled."""
         if self.held.pop((held.lease.lease_id, held.lease.attempt), None) is not None:
-            self._return(held, "drain", "the actor is leaving")
+            self._return(held, "drain", LEAVING)
+            held.refused = True  # nothing more is sent for it
 
     def refuse(self, held: Held) -> None:
         """The broker has abandoned this attempt: drop it and its jobs; it wants no `Return`."""

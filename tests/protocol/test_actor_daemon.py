@@ -315,6 +315,27 @@ def test_a_drain_returns_what_waits_and_what_is_graded(kit: Any) -> None:
     play(scenario)
 
 
+def test_a_lease_that_meets_a_drain_goes_back_and_is_not_begun(kit: Any) -> None:
+    async def scenario() -> None:
+        async with site(kit) as actor:
+            actor.verdict = None  # the sandbox is silent: the drain lasts as long as verdicts are given to come
+            actor.publish(0)
+            actor.lease(70, domain="code")
+            await actor.broker.until(lambda: actor.all(Job))
+            actor.broker.control.send(actor.actor, Drain("finished", 5.0))
+            await actor.broker.until(lambda: actor.broker.beats[-1].body.state == "DRAINING")
+            jobs = len(actor.all(Job))
+            for lease_id in range(71, 81):
+                actor.lease(lease_id, domain="code")
+            assert await actor.process.wait() == 0
+            returns = [(back.lease_id, back.cause) for back in actor.all(Return)]
+            assert sorted(returns) == [(lease_id, "drain") for lease_id in range(70, 81)]
+            assert {body.lease_id for body in actor.all(Job)[jobs:]} <= {70}
+            assert "Traceback" not in await actor.log()
+
+    play(scenario)
+
+
 def test_a_refused_attempt_is_dropped_without_a_return(kit: Any) -> None:
     async def scenario() -> None:
         async with site(kit) as actor:
