@@ -203,25 +203,52 @@ def spent(pid: int) -> tuple[int, int]:
     return ns, waits
 
 
+@contextlib.contextmanager
+def awake() -> Iterator[None]:
+    """No processor halts: one process of idle priority turns on each, which gives way to everything else at once."""
+    turn = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
+    turning = [subprocess.Popen([sys.executable, "-S", "-c", turn]) for _ in range(psutil.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for one in turning:
+            one.kill()
+            one.wait(30)
+
+
 def idle(seconds: float) -> dict[str, Any]:
-    """The share of a core that a broker takes with four actors that have nothing to do, in all and in its busiest second; how
-    often it is woken. A second far above the others without more wake-ups is the machine's, not the broker's: a virtual
-    machine that is stopped counts the time for whoever ran. `machine_idle_percent` says how much of the time the processors
-    were halted: a wake-up of a halted one, with cold caches, takes several times as long for the same work."""
+    """What a broker takes with four actors that have nothing to do."""
     with serving("full") as (address, broker), clients(("actors", address, 4, 1, 1024, 1)) as others:
         begin(others)
-        time.sleep(2.0)
-        seen = [(time.monotonic(), *spent(broker.pid))]
-        halted = psutil.cpu_times().idle
-        while seen[-1][0] < seen[0][0] + seconds:
-            time.sleep(1.0)
-            seen.append((time.monotonic(), *spent(broker.pid)))
-        halted = psutil.cpu_times().idle - halted
+        return {"relay": "broker, idle", "peers": 4, **at_rest(broker.pid, seconds)}
+
+
+def sleeper(seconds: float, wakeups_per_s: float) -> dict[str, Any]:
+    """What a process takes that does nothing but wake up."""
+    nothing = f"import time\nwhile True: time.sleep({1 / wakeups_per_s})"
+    child = subprocess.Popen([sys.executable, "-S", "-c", nothing])
+    try:
+        return {"relay": "a process that only wakes up", **at_rest(child.pid, seconds)}
+    finally:
+        child.kill()
+        child.wait(30)
+
+
+def at_rest(pid: int, seconds: float) -> dict[str, Any]:
+    """The share of a core that a process takes, in all and in its busiest second; how often it is woken. A second far above
+    the others without more wake-ups is the machine's, not the process's: a virtual machine that is stopped counts the time for
+    whoever ran. `machine_idle_percent` says how much of the time the processors were halted: on a virtual machine the wake-up
+    of a halted one is charged to whom it wakes, and takes many times what the process does then."""
+    time.sleep(2.0)
+    seen = [(time.monotonic(), *spent(pid))]
+    halted = psutil.cpu_times().idle
+    while seen[-1][0] < seen[0][0] + seconds:
+        time.sleep(1.0)
+        seen.append((time.monotonic(), *spent(pid)))
+    halted = psutil.cpu_times().idle - halted
     shares = [(ns - before) / (at - since) / 1e7 for (since, before, _), (at, ns, _) in itertools.pairwise(seen)]
     (begun, before, waits), (ended, after, more) = seen[0], seen[-1]
     return {
-        "relay": "broker, idle",
-        "peers": 4,
         "seconds": round(ended - begun, 1),
         "core_percent": round((after - before) / (ended - begun) / 1e7, 2),
         "busiest_second_percent": round(max(shares), 2),
