@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 from temper.broker.leases import LeaseRecord
+from temper.broker.packed import apart
 from temper.broker.segments import Message
 from temper.common.arrays import join, pack_arrays, unpack_arrays
 from temper.common.errors import ProtocolError
@@ -30,7 +31,10 @@ def build_group(
     """The message and its frames. Samples that infrastructure lost are not in it. Unsendable if it fits no message."""
     parts: Sequence[Message] = messages
     facts: list[Any] = []
-    frames = _frames(parts)
+    frames = _joined(parts)
+    if frames is None:
+        parts = apart(parts)
+        frames = _frames(parts)
     if len(frames) > FRAME_LIMIT:
         parts = _merge(parts)
         frames = _frames(parts)
@@ -61,10 +65,17 @@ def _shared(frames: Sequence[Any]) -> bool:
     return len(frames) == 1
 
 
+def _joined(parts: Sequence[Message]) -> list[Any] | None:
+    """What `join` makes of the usual: small frames that came one or none a message, all in one; None of anything else."""
+    if any([len(frames) > 1 for _, frames in parts]):
+        return None
+    pieces = [frame for _, frames in parts for frame in frames]
+    if [*map(type, pieces)].count(bytes) != len(pieces) or sum(map(len, pieces)) > FRAME_LIMIT_BYTES:
+        return None
+    return [b"".join(pieces)] if pieces else []
+
+
 def _frames(parts: Sequence[Message]) -> list[Any]:
-    alone = [frames[0] for _, frames in parts if len(frames) == 1 and type(frames[0]) is bytes]
-    if len(alone) == len(parts) and sum(map(len, alone)) <= FRAME_LIMIT_BYTES:
-        return [b"".join(alone)] if alone else []  # what `join` makes of the usual
     return join([(_shared(frames), frames) for _, frames in parts])
 
 

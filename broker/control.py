@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from temper.broker import events as ev
-from temper.broker import intake
+from temper.broker import intake, packed
 from temper.broker.assembly import Unsendable, build_group
 from temper.broker.commits import Commits, Turn
 from temper.broker.core import BrokerCore
@@ -193,9 +193,10 @@ class ControlDesk:
             bodies = intake.read_all(run.metas)
         except ProtocolError:
             run, bodies = self._readable(run)
-        faults = intake.faults(bodies, run.frames)
+        uniform = intake.uniform(run, bodies)
+        faults = intake.faults(bodies, run.frames) if uniform is None else {}
         if not faults:
-            self._keep(run, bodies)
+            self._keep(run, bodies, uniform)
             return
         begin = 0
         for i in sorted(faults):
@@ -232,7 +233,13 @@ class ControlDesk:
             self.commits.turn.actions.append(ev.RefuseAttempt(key, lease_id, attempt, str(fault)))
             self.take(ev.Received(key, schema.Return(lease_id, attempt, "task", str(fault))))
 
-    def _keep(self, run: intake.Messages, bodies: list[intake.Intake], joined: bool = True) -> None:
+    def _keep(
+        self,
+        run: intake.Messages,
+        bodies: list[intake.Intake],
+        uniform: intake.Uniform | None = None,
+        joined: bool = True,
+    ) -> None:
         """Tell the core of good samples and store what it accepts; those of one attempt together, if they are `joined`."""
         if not bodies:
             return
@@ -242,7 +249,7 @@ class ControlDesk:
             places = [[i] for i in range(len(bodies))]
         arrivals = [run.arrival(bodies, place) for place in places]
         actions = self.core.on(ev.SamplesBatch(arrivals), time.monotonic())
-        turn, metas, frames, apart = self.commits.turn, run.metas, run.frames, []
+        turn, metas, apart = self.commits.turn, run.metas, []
         accepted = refused = 0
         for place, arrival, verdict in zip(places, arrivals, actions, strict=False):
             if type(verdict) is ev.Store:
@@ -251,8 +258,13 @@ class ControlDesk:
                     indices = list(zip(verdict.indices))
                 else:
                     indices = [tuple([sample.index for sample in bodies[i].samples]) for i in place]
-                messages = list(zip(intake.taken(metas, place), intake.taken(frames, place), strict=True))
-                stored = self.ledger.store_run(arrival.lease_id, indices, messages, arrival.nbytes)
+                begin, end = place[0], place[-1] + 1
+                if uniform is not None and end - begin == len(place):
+                    piece = uniform.joined[begin * uniform.size : end * uniform.size]
+                    messages = packed.together(metas[begin:end], piece)
+                else:
+                    messages = list(zip(intake.taken(metas, place), intake.taken(run.frames, place), strict=True))
+                stored = self.ledger.store_run(arrival.lease_id, indices, messages, arrival.nbytes, verdict.indices)
                 if type(stored) is not Accepted:
                     raise AssertionError(f"ledger and core do not agree about lease {arrival.lease_id}: {stored}")
                 accepted += len(arrival.samples)

@@ -64,26 +64,62 @@ class Values(msgspec.Struct, gc=False):
     facts: list[float]
 
 
-class Messages(msgspec.Struct, gc=False):
+class Messages:
     """A run of Samples messages in the order in which they came: whose each is, its meta, its frames, the bytes of both."""
 
-    keys: list[PeerKey] = []
-    metas: list[bytes] = []
-    frames: list[Sequence[Any]] = []
-    sizes: list[int] = []
+    __slots__ = ("_came", "_frames", "keys", "metas", "sizes")
+
+    def __init__(
+        self,
+        keys: Sequence[PeerKey] = (),
+        metas: Sequence[bytes] = (),
+        frames: Sequence[Sequence[Any]] | None = None,
+        sizes: Sequence[int] = (),
+    ) -> None:
+        self.keys, self.metas, self.sizes = list(keys), list(metas), list(sizes)
+        self._frames = frames
+        self._came: list[Arrival] = []
 
     def add(self, key: PeerKey, came: Arrival) -> None:
         """One more delivery, of one or of several."""
+        self._came.append(came)
         if isinstance(came, DeliveryRun):
             self.keys += [key] * len(came.sizes)
             self.metas += came.metas
-            self.frames += came.frames
             self.sizes += came.sizes
         else:
             self.keys.append(key)
             self.metas.append(came.raw_meta)
-            self.frames.append(came.frames)
             self.sizes.append(came.size)
+
+    @property
+    def frames(self) -> Sequence[Sequence[Any]]:
+        """Each message's own."""
+        if self._frames is None:
+            self._frames = found = list[Sequence[Any]]()
+            for came in self._came:
+                if isinstance(came, DeliveryRun):
+                    found += came.frames
+                else:
+                    found.append(came.frames)
+        return self._frames
+
+    def joined(self, size: int) -> bytes | None:
+        """The frames of all of them, one after another, if each has one of `size` bytes that came in one piece with others or
+        small; else None."""
+        if self._frames is not None:
+            return None
+        pieces: list[Any] = []
+        for came in self._came:
+            if isinstance(came, DeliveryRun):
+                if came.lengths.count(size) != len(came.lengths):
+                    return None
+                pieces.append(came.joined)
+            elif len(came.frames) == 1 and type(came.frames[0]) is bytes and len(came.frames[0]) == size:
+                pieces.append(came.frames[0])
+            else:
+                return None
+        return b"".join(pieces)
 
     def arrival(self, bodies: Sequence[Intake], places: Sequence[int]) -> SamplesArrived:
         """What the core is told of those at `places`, all of one attempt."""
@@ -97,8 +133,10 @@ class Messages(msgspec.Struct, gc=False):
 
     def only(self, places: Sequence[int]) -> Messages:
         """Those at `places`."""
-        lists = (self.keys, self.metas, self.frames, self.sizes)
-        return Messages(*[[found[i] for i in places] for found in lists])  # type: ignore[arg-type]
+        keys, metas, frames, sizes = [
+            [found[i] for i in places] for found in (self.keys, self.metas, self.frames, self.sizes)
+        ]
+        return Messages(keys, metas, frames, sizes)  # type: ignore[arg-type]
 
 
 def taken(found: Sequence[T], places: Sequence[int]) -> Sequence[T]:
@@ -114,6 +152,13 @@ class Alike(msgspec.Struct, gc=False):
     places: list[int] = []
     frames: list[bytes] = []
     facts: list[float] = []
+
+
+class Uniform(msgspec.Struct, frozen=True, gc=False):
+    """The frames of messages that are all as they should be: `size` bytes each, one after another."""
+
+    size: int
+    joined: bytes
 
 
 _decode = msgspec.msgpack.Decoder(Intake).decode
@@ -177,6 +222,19 @@ def _layout(encoded: bytes) -> Layout | None:
     )
 
 
+def _layout_of(encoded: bytes) -> Layout | None:
+    """`_layout`, remembered."""
+    try:
+        return _layouts[encoded]
+    except KeyError:
+        if len(encoded) > LAYOUT_BYTES:
+            return None
+        if len(_layouts) >= LAYOUTS:
+            _layouts.clear()
+        layout = _layouts[encoded] = _layout(encoded)
+        return layout
+
+
 def _cover(runs: Sequence[Sequence[tuple[int, int, int]]], lengths: list[int]) -> bool:
     """Whether each sample has one version run, over all of its tokens."""
     try:
@@ -194,16 +252,7 @@ def _add_facts(samples: Iterable[SampleMeta], facts: list[float]) -> None:
 
 def _usual(body: Intake, frames: Sequence[Any], values: Values) -> bool:
     """Whether a message is as it should be apart from the `values` in it, which are added to the others'."""
-    encoded = bytes(body.arrays)
-    try:
-        layout = _layouts[encoded]
-    except KeyError:
-        if len(encoded) > LAYOUT_BYTES:
-            return False
-        if len(_layouts) >= LAYOUTS:
-            _layouts.clear()
-        layout = _layouts[encoded] = _layout(encoded)
-    samples = body.samples
+    layout, samples = _layout_of(bytes(body.arrays)), body.samples
     if layout is None or len(samples) != layout.samples or len(frames) != len(layout.nbytes):
         return False
     for frame, size in zip(frames, layout.nbytes, strict=True):
@@ -277,35 +326,30 @@ def _fault(body: Intake, frames: Sequence[Any]) -> BadSamples | ProtocolError | 
 Fault = BadSamples | ProtocolError
 
 
-def _one_layout(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> Alike | None:
-    """All of these messages as one table, if they are of one sample in one frame and have the same layout."""
-    arrays, n = [body.arrays for body in bodies], len(bodies)
-    if n < FEW or arrays.count(arrays[0]) != n:
+def uniform(run: Messages, bodies: Sequence[Intake]) -> Uniform | None:
+    """All messages of a run as one table, if there are enough of them, each of one sample, with the same layout, and nothing is
+    wrong with any of them: what comes most."""
+    arrays, rows = [body.arrays for body in bodies], len(bodies)
+    if rows < FEW or arrays.count(arrays[0]) != rows:
         return None
-    layout = _layouts.get(bytes(arrays[0]))
-    if layout is None or not layout.alone:
+    layout = _layout_of(bytes(arrays[0]))
+    if layout is None or not layout.alone or (joined := run.joined(layout.nbytes[0])) is None:
         return None
     try:
         samples = [sample for body in bodies for (sample,) in (body.samples,)]
-        own: list[Any] = [frame for (frame,) in frames]
     except ValueError:
         return None
-    if (
-        [*map(type, own)].count(bytes) != n
-        or [*map(len, own)].count(layout.nbytes[0]) != n
-        or not _cover([meta.version_runs for meta in samples], [layout.count] * n)
-        or any([meta.step_rewards for meta in samples])
-    ):
+    if not _cover([meta.version_runs for meta in samples], [layout.count] * rows):
+        return None
+    if any([meta.step_rewards for meta in samples]):
         return None
     facts: list[float] = []
     _add_facts(samples, facts)
-    return Alike(layout, list(range(n)), own, facts)
+    return Uniform(layout.nbytes[0], joined) if _all_fine(layout, rows, joined, facts) else None
 
 
 def _alike(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> tuple[list[Alike], list[int]]:
     """Messages of one sample in one frame, by their layout, and the places of the others."""
-    if (all_of_them := _one_layout(bodies, frames)) is not None:
-        return [all_of_them], []
     found: dict[bytes, Alike] = {}
     others: list[int] = []
     encoded: msgspec.Raw | None = None
@@ -341,16 +385,15 @@ def _alike(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> tuple[l
     return list(found.values()), others
 
 
-def _all_fine(alike: Alike) -> bool:
-    """`_are_fine` and what `_usual` looks at, of messages with the same layout."""
-    layout, rows, joined = alike.layout, len(alike.frames), b"".join(alike.frames)
+def _all_fine(layout: Layout, rows: int, joined: bytes, facts: Sequence[float]) -> bool:
+    """`_are_fine` and what `_usual` looks at, of `rows` messages with the same layout."""
     size, count = layout.nbytes[0], layout.count
 
     def table(place: tuple[int, int, int], dtype: str, nbytes: int, columns: int) -> np.ndarray:
         return np.ndarray((rows, columns), dtype, joined, place[1], (size, nbytes))
 
     mask, logprob = table(layout.mask, "u1", 1, count), table(layout.logprob, "<f4", 4, count)
-    return all(map(isfinite, alike.facts)) and bool(
+    return all(map(isfinite, facts)) and bool(
         (table(layout.cu, "<i8", 8, 2) == (0, count)).all()
         and not mask[:, 0].any()
         and np.maximum.reduce(mask, None) <= 1
@@ -371,7 +414,7 @@ def faults(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> dict[in
     for alike in together:
         if len(alike.places) < FEW:
             others += alike.places
-        elif not _all_fine(alike):
+        elif not _all_fine(alike.layout, len(alike.frames), b"".join(alike.frames), alike.facts):
             looked_at += alike.places
     for i in others:
         (quick if _usual(bodies[i], frames[i], values) else looked_at).append(i)

@@ -19,7 +19,6 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ from temper.broker import rows
 from temper.broker.core import Changes
 from temper.broker.groups import GroupRecord
 from temper.broker.leases import LeaseRecord
+from temper.broker.packed import apart
 from temper.broker.payloads import PayloadStore, Run
 from temper.broker.segments import Message, Ref, SegmentLog
 from temper.common.errors import ConfigError, EnvironmentFault
@@ -130,14 +130,19 @@ class Ledger:
         return Accepted(self.payloads.add(lease_id, indices, meta, frames, size))
 
     def store_run(
-        self, lease_id: int, indices: list[tuple[int, ...]], messages: Sequence[Message], nbytes: int
+        self,
+        lease_id: int,
+        indices: list[tuple[int, ...]],
+        messages: Sequence[Message],
+        nbytes: int,
+        flat: Sequence[int],
     ) -> Accepted | Refused:
-        """`store` of several messages of a lease, all of them new; their frames take `nbytes`."""
-        shelf, flat = self.payloads.shelves.get(lease_id), list(chain.from_iterable(indices))
-        have = shelf.have if shelf is not None else set()
-        if not have.isdisjoint(flat) or len(set(flat)) != len(flat):
-            return Refused(f"samples {flat} of lease {lease_id}: {sorted(have)} are there already, or one comes twice")
-        return Accepted(self.payloads.add_run(lease_id, indices, messages, nbytes))
+        """`store` of several messages of a lease, all of them new; their frames take `nbytes`; `flat` are all of their indices."""
+        shelf, distinct = self.payloads.shelves.get(lease_id), set(flat)
+        if len(distinct) != len(flat) or (shelf is not None and not shelf.have.isdisjoint(distinct)):
+            have = sorted(shelf.have) if shelf is not None else []
+            return Refused(f"samples {list(flat)} of lease {lease_id}: {have} are there already, or one comes twice")
+        return Accepted(self.payloads.add_run(lease_id, indices, messages, nbytes, distinct))
 
     def record(self, changes: Changes) -> None:
         """Take the core's changes; durable with the next transaction."""
@@ -214,10 +219,10 @@ class Ledger:
 
     def read(self, group_id: int) -> list[tuple[Samples, Sequence[Any]]]:
         """The accepted messages of a group in order of arrival."""
-        return [(unpack_meta(meta, Samples), frames) for meta, frames in self.messages(group_id)]
+        return [(unpack_meta(meta, Samples), frames) for meta, frames in apart(self.messages(group_id))]
 
     def messages(self, group_id: int) -> list[Message]:
-        """`read`, with the metas still encoded."""
+        """`read`, with the metas still encoded and arrays that are kept together still together (``packed``)."""
         cached = self.payloads.cached(group_id)
         if cached is not None:
             return cached

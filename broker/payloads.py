@@ -71,16 +71,23 @@ class PayloadStore:
 
     def add(self, lease_id: int, indices: Indices, meta: bytes, frames: Sequence[Any], nbytes: int) -> int:
         """Keep one message's samples, `nbytes` of frames; returns the number of the part."""
-        return self.add_run(lease_id, [indices], [(meta, frames)], nbytes)
+        return self.add_run(lease_id, [indices], [(meta, frames)], nbytes, indices)
 
-    def add_run(self, lease_id: int, indices: Sequence[Indices], messages: Sequence[Message], nbytes: int) -> int:
-        """`add` for several messages; returns the number of the first part."""
+    def add_run(
+        self,
+        lease_id: int,
+        indices: Sequence[Indices],
+        messages: Sequence[Message],
+        nbytes: int,
+        flat: Iterable[int],
+    ) -> int:
+        """`add` for several messages, `flat` are all of their indices; returns the number of the first part."""
         shelf = self.shelves.get(lease_id)
         if shelf is None:
             shelf = self.shelves[lease_id] = Shelf(lease_id, [], set(), [], [])
         part = len(shelf.indices)
         shelf.indices += indices
-        shelf.have.update(*indices)
+        shelf.have.update(flat)
         shelf.messages += messages
         shelf.nbytes += nbytes
         self.cached_bytes += nbytes

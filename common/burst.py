@@ -48,12 +48,12 @@ def join(messages: Sequence[tuple[bytes, Sequence[Any]]]) -> tuple[bytes, list[b
     return b"".join([table, *metas]), [b"".join(pieces)] if pieces else []
 
 
-def divide(count: int, kind: int, parts: Sequence[Any]) -> tuple[list[int], list[bytes], list[tuple[bytes, ...]]]:
-    """Sizes, metas and frames of the `count` messages in `parts` (the meta part, then the frames); ProtocolError if it is no
-    burst."""
+def outline(count: int, kind: int, parts: Sequence[Any]) -> tuple[list[int], list[bytes], memoryview, tuple[int, ...]]:
+    """Sizes and metas of the `count` messages in `parts` (the meta part, then the frames), their frames as they came, joined, and
+    the bytes of each (-1: it has none); ProtocolError if it is no burst."""
     if kind not in KINDS:
         raise ProtocolError(f"flags {count} on a {BODIES[kind].__name__ if kind in BODIES else kind}: expected 0")
-    table, joined = parts[0], bytes(parts[1]) if len(parts) == 2 else b""
+    table, joined = parts[0], memoryview(parts[1] if len(parts) == 2 else b"").cast("B")
     at = count * LENGTH_BYTES
     if not 2 <= count <= MESSAGES or len(parts) > 2 or len(table) < at or len(table) + len(joined) > BYTES + at:
         raise ProtocolError(
@@ -67,13 +67,25 @@ def divide(count: int, kind: int, parts: Sequence[Any]) -> tuple[list[int], list
         wrong = next((m, f) for m, f in zip(meta_bytes, frame_bytes, strict=True) if m < 0 or f < -1)
         raise ProtocolError(f"a message of {wrong[0]} and {wrong[1]} bytes in a burst")
     held = frame_bytes if least >= 0 else tuple([max(n, 0) for n in frame_bytes])
-    ends, bounds = list(accumulate(meta_bytes, initial=at)), list(accumulate(held, initial=0))
-    if ends[-1] != len(table) or bounds[-1] != len(joined):
+    ends, held_bytes = list(accumulate(meta_bytes, initial=at)), sum(held)
+    if ends[-1] != len(table) or held_bytes != len(joined):
         raise ProtocolError(
-            f"a burst of {len(table)} and {len(joined)} bytes, its lengths add up to {ends[-1]} and {bounds[-1]}"
+            f"a burst of {len(table)} and {len(joined)} bytes, its lengths add up to {ends[-1]} and {held_bytes}"
         )
     metas = [table[begin:end] for begin, end in pairwise(ends)]
-    frames: list[tuple[bytes, ...]] = [*zip([joined[begin:end] for begin, end in pairwise(bounds)], strict=True)]
-    if least < 0:
-        frames = [frame if n >= 0 else () for frame, n in zip(frames, frame_bytes, strict=True)]
-    return list(map(add, meta_bytes, held)), metas, frames
+    return list(map(add, meta_bytes, held)), metas, joined, frame_bytes
+
+
+def frames_of(joined: memoryview, lengths: Sequence[int]) -> list[tuple[bytes, ...]]:
+    """The frames of each message of an `outline`."""
+    whole, bounds = bytes(joined), accumulate([max(n, 0) for n in lengths], initial=0)
+    frames: list[tuple[bytes, ...]] = [(whole[begin:end],) for begin, end in pairwise(bounds)]
+    if min(lengths) < 0:
+        frames = [frame if n >= 0 else () for frame, n in zip(frames, lengths, strict=True)]
+    return frames
+
+
+def divide(count: int, kind: int, parts: Sequence[Any]) -> tuple[list[int], list[bytes], list[tuple[bytes, ...]]]:
+    """Sizes, metas and frames of an `outline`."""
+    sizes, metas, joined, lengths = outline(count, kind, parts)
+    return sizes, metas, frames_of(joined, lengths)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from temper.common import burst
 from temper.common.schema import Body
 from temper.common.session import Fields, decode
 from temper.common.wire import Header
@@ -46,14 +47,21 @@ class Delivery(msgspec.Struct, eq=False, gc=False):
 
 class DeliveryRun(msgspec.Struct, eq=False, gc=False):
     """A burst (``burst``) of a Router's `lazy` kind, each of its messages the next in order: `metas[i]`, `frames[i]` (bytes: one
-    or none) and `sizes[i]` (bytes of both) are message i's, `sequence` is the last one's."""
+    or none) and `sizes[i]` (bytes of both) are message i's, `sequence` is the last one's. The frames lie one after another in
+    `joined`, `lengths[i]` bytes each (-1: message i has none)."""
 
     peer: PeerId
     kind: int
     sequence: int
     sizes: list[int]
     metas: list[bytes]
-    frames: list[tuple[bytes, ...]]
+    joined: memoryview
+    lengths: tuple[int, ...]
+
+    @property
+    def frames(self) -> list[tuple[bytes, ...]]:
+        """Each message's own, copied out."""
+        return burst.frames_of(self.joined, self.lengths)
 
 
 Arrival = Delivery | DeliveryRun

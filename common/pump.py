@@ -350,18 +350,20 @@ class Router:
     ) -> None:
         """What one peer sent together: each message is taken as if it had come alone."""
         number, count, _, _, last, _ = fields
-        sizes, metas, frames = burst.divide(count, number, parts[2:])
+        sizes, metas, joined, lengths = burst.outline(count, number, parts[2:])
         first, channel, peer = last - count + 1, remote.session.channel, parts[0]
         if first < 1:
             raise ProtocolError(f"a burst of {count} messages that ends with message {last}")
         self._burst_messages += count
         lazy = number in self._lazy
         if lazy and first == channel.received + 1 and channel.accept_run(sizes):
-            batch.append(DeliveryRun(peer, number, last, sizes, metas, frames))
+            batch.append(DeliveryRun(peer, number, last, sizes, metas, joined, lengths))
             return
         found = [
             Delivery(peer, kind, fields, number, sequence, size, meta, arrays)
-            for sequence, size, meta, arrays in zip(range(first, last + 1), sizes, metas, frames, strict=True)
+            for sequence, size, meta, arrays in zip(
+                range(first, last + 1), sizes, metas, burst.frames_of(joined, lengths), strict=True
+            )
         ]
         if not lazy:
             for delivery in found:

@@ -16,8 +16,8 @@ from temper.broker.control import ControlDesk
 from temper.broker.core import BrokerCore
 from temper.broker.guests import Guests
 from temper.broker.ledger import Ledger
-from temper.common import schema
-from temper.common.arrays import pack_arrays
+from temper.common import burst, schema
+from temper.common.arrays import divide, pack_arrays, unpack_arrays
 from temper.common.config import Pacing, Recipe, Run
 from temper.common.delivery import Delivery, DeliveryRun
 from temper.common.metrics import Meter
@@ -92,13 +92,20 @@ class Desk:
         await self.desk.settled()
 
 
-def sample(lease: schema.Lease, payload_bytes: int) -> tuple[schema.Samples, list[bytes]]:
+def burst_of(metas: list[bytes], frames: list[list[bytes]]) -> DeliveryRun:
+    """Samples messages as they come together."""
+    meta, joined = burst.join(list(zip(metas, frames, strict=True)))
+    outline = burst.outline(len(metas), schema.Samples.KIND, [meta, *joined])
+    return DeliveryRun(ACTOR, schema.Samples.KIND, len(metas), *outline)
+
+
+def sample(lease: schema.Lease, payload_bytes: int, token: int | None = None) -> tuple[schema.Samples, list[bytes]]:
     tokens = payload_bytes // 9
     mask = np.ones(tokens, np.uint8)
     mask[0] = 0
     specs, frames = pack_arrays(
         {
-            "tokens": np.full(tokens, lease.lease_id % 1000, np.int32),
+            "tokens": np.full(tokens, lease.lease_id % 1000 if token is None else token, np.int32),
             "behaviour_logprob": np.full(tokens, -1.0, np.float32),
             "loss_mask": mask,
             "cu_seqlens": np.array([0, tokens], np.int64),
@@ -155,8 +162,7 @@ def test_samples_of_one_burst_are_kept_as_if_each_had_come_alone(tmp_path: Path)
             meta = msgspec.structs.replace(meta, index=index, reward=float(index), correct=bool(index))
             metas.append(pack_meta(msgspec.structs.replace(body, samples=[meta])))
             frames.append(own)
-        sizes = [len(meta) + len(own[0]) for meta, own in zip(metas, frames, strict=True)]
-        desk.desk.on_batch([DeliveryRun(ACTOR, schema.Samples.KIND, len(metas), sizes, metas, frames)])
+        desk.desk.on_batch([burst_of(metas, frames)])
         told = [body for _, body, _ in desk.wire.take()]
         groups = {body.group_id: len(body.parts) for body in told if isinstance(body, schema.Group)}
         assert groups == {leases[0].lease_id: 2, leases[1].lease_id: 2}
@@ -166,6 +172,47 @@ def test_samples_of_one_burst_are_kept_as_if_each_had_come_alone(tmp_path: Path)
         assert desk.core.leases.leases[leases[2].lease_id].have == {0}
         parts = [part for part, _ in desk.ledger.read(leases[0].lease_id)]
         assert [part.samples[0].index for part in parts] == [0, 1]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("room", [8 * MIB, 0])
+def test_samples_of_a_lease_that_came_together_reach_the_learner_each_with_its_arrays(
+    tmp_path: Path, room: int
+) -> None:
+    """From memory, and from the segments where there is no room."""
+
+    async def play() -> None:
+        desk = Desk(tmp_path, room, groups_per_step=2)
+        await desk.say(LEARNER, schema.LearnerReady(1, None, 0, 0))
+        await desk.say(LEARNER, schema.Phase("train", {"a": (0, 1.0)}, 2, 6))
+        leases = [body for _, body, _ in desk.wire.take() if isinstance(body, schema.Lease)]
+        metas, frames = [], []
+        for lease in leases:
+            for index in lease.indices:
+                body, own = sample(lease, 900, token=100 * (lease.lease_id + 1) + index)
+                meta = msgspec.structs.replace(
+                    body.samples[0], index=index, reward=float(index & 1), correct=bool(index & 1)
+                )
+                metas.append(pack_meta(msgspec.structs.replace(body, samples=[meta])))
+                frames.append(own)
+        desk.desk.on_batch([burst_of(metas, frames)])
+        await desk.desk.settled()
+        kept = desk.ledger.messages(leases[0].lease_id)
+        assert [len(own) for _, own in kept] == [1, 0, 0, 0, 0, 0]
+        await desk.say(LEARNER, schema.Demand("train", 2))
+        groups = [(body, own) for _, body, own in desk.wire.take() if isinstance(body, schema.Group)]
+        assert len(groups) == 2
+        for body, own in groups:
+            parts = unpack_meta(pack_meta(body), schema.Group).parts
+            arrays = divide([part.arrays for part in parts], own)
+            found = {
+                part.samples[0].index: unpack_arrays(part.arrays, each)
+                for part, each in zip(parts, arrays, strict=True)
+            }
+            assert {index: set(each["tokens"].tolist()) for index, each in found.items()} == {
+                index: {100 * (body.group_id + 1) + index} for index in range(6)
+            }
 
     asyncio.run(play())
 

@@ -19,8 +19,9 @@ from temper.broker.bundle import BUNDLE_LIMIT_BYTES, BundleStore, digest
 from temper.broker.guests import Guests
 from temper.broker.leases import LeaseRecord
 from temper.broker.validate import BadSamples, check, check_metrics
-from temper.common import schema
+from temper.common import burst, schema
 from temper.common.arrays import divide, pack_arrays, unpack_arrays
+from temper.common.delivery import Delivery, DeliveryRun
 from temper.common.errors import ProtocolError
 from temper.common.link import KEEP_FROM_BYTES
 from temper.common.metrics import Meter
@@ -301,6 +302,39 @@ def test_many_messages_at_once_are_judged_as_each_alone(kinds: list[Any]) -> Non
             with pytest.raises((BadSamples, ProtocolError)) as alone:
                 check(body, frames)
             assert type(fault) is alone.type and str(fault) == str(alone.value)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(intake.FEW, 12),
+    st.integers(0, 11),
+    st.one_of(st.none(), st.just(7), st.sampled_from(WRONG)),
+    st.booleans(),
+)
+def test_a_run_is_one_table_if_nothing_is_wrong_with_any_of_its_messages(
+    rows: int, at: int, odd: Any, apart: bool
+) -> None:
+    """`odd` is in the place of one of them: none, one of another length, or one with something wrong."""
+    made = [one(6) for _ in range(rows)]
+    if odd is not None:
+        made[at % rows] = one(odd) if isinstance(odd, int) else one(6, odd)
+    messages = [read(*each) for each in made]
+    metas = [pack_meta(schema.Samples(7, 1, 1, samples, pack_arrays(values)[0])) for samples, values in made]
+    frames = [tuple(map(bytes, own)) for _, own in messages]
+    run = intake.Messages()
+    if apart or max(map(len, frames)) > 1:
+        for meta, own in zip(metas, frames, strict=True):
+            size = len(meta) + sum(map(len, own))
+            run.add("actor", Delivery(b"actor", schema.Samples, (), schema.Samples.KIND, 1, size, meta, own))  # type: ignore[arg-type]
+    else:
+        meta, joined = burst.join(list(zip(metas, frames, strict=True)))
+        outline = burst.outline(rows, schema.Samples.KIND, [meta, *joined])
+        run.add("actor", DeliveryRun(b"actor", schema.Samples.KIND, rows, *outline))
+    table = intake.uniform(run, [body for body, _ in messages])
+    assert (table is None) == (odd is not None)
+    if table is not None:
+        assert table.joined == b"".join(own[0] for own in frames) and table.size == len(frames[0][0])
+    assert [tuple(map(bytes, own)) for own in run.frames] == frames
 
 
 @pytest.mark.parametrize("small", [0, 1, 6])
