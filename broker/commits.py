@@ -71,11 +71,18 @@ class Commits:
         self._timer: asyncio.TimerHandle | None = None
         self._hurry = False
 
+    @property
+    def at_once(self) -> bool:
+        """Whether what is decided now is told with this turn, written or not."""
+        return not (self.is_broken or self._ledger.durable or (self._writing is not None and self._ledger.crowded))
+
     def settle(self, force: bool = False) -> None:
         """Write what the open turn brought, then perform it; in memory mode perform it, and write what there is no room for.
         `force`: also write the books in memory mode, as soon as nothing else is being written."""
         durable = self._ledger.durable
         self._forced = self._forced or force
+        if not (durable or self.turn or self._forced or self._ledger.full):
+            return
         if self.is_broken or (self._writing is not None and (durable or self._ledger.crowded)):
             return
         if not force and self._put_off():

@@ -20,6 +20,7 @@ from temper.broker.commits import Commits, Turn
 from temper.broker.core import BrokerCore
 from temper.broker.guests import Guests
 from temper.broker.ledger import Accepted, Ledger
+from temper.broker.pending import Pending
 from temper.broker.reported import Reported
 from temper.broker.validate import BadSamples, check_metrics
 from temper.common import schema
@@ -72,6 +73,8 @@ class ControlDesk:
         self._finish, self._status, self._fail_after_s = finish, status, fail_after_s
         self.commits = Commits(core, ledger, meter, self._perform, broken)
         self._scheduled = False
+        self._pending = Pending()
+        self._timer: asyncio.TimerHandle | None = None
         self._jobs: dict[str, tuple[bytes, Sequence[Any]]] = {}  # job id -> its message, until its verdict is there
 
     # ------------------------------------------------------------ a turn
@@ -80,8 +83,7 @@ class ControlDesk:
         """One loop turn's messages. Samples that came one after another are taken together."""
         if self.commits.is_broken:
             return
-        find, taken = self.guests.key, self.commits.turn.taken
-        run = intake.Messages()
+        find, taken, pending = self.guests.key, self.commits.turn.taken, self._pending
         known, key = b"", None
         for delivery in batch:
             peer = delivery.peer
@@ -92,12 +94,11 @@ class ControlDesk:
             if delivery.sequence:
                 taken[peer] = delivery.sequence  # unless something is wrong with it, see `_refuse`
             if delivery.kind == SAMPLES:
-                run.add(key, delivery)
+                pending.add(key, delivery)
                 continue
             known = b""
-            if run.keys and delivery.kind not in BESIDE_SAMPLES:
-                self._take_samples(run)
-                run = intake.Messages()
+            if delivery.kind not in BESIDE_SAMPLES:
+                self._decide()
             try:
                 if delivery.kind == TOUCH:
                     self._touch(key, delivery)
@@ -106,12 +107,17 @@ class ControlDesk:
                     self._handle(key, delivery)
             except ProtocolError as error:
                 self._refuse(peer, error)
-        if run.keys:
-            self._take_samples(run)
+        if pending:
+            self._decide_soon()
         self.settle()
 
     def take(self, event: ev.Event) -> list[ev.Action]:
         """Tell the core; its actions are carried out with the next `settle`, which is on its way."""
+        self._decide()
+        return self._tell(event)
+
+    def _tell(self, event: ev.Event) -> list[ev.Action]:
+        """`take` for what may come before samples that wait."""
         actions = self.core.on(event, time.monotonic())
         self.commits.turn.actions += actions
         return actions
@@ -129,14 +135,20 @@ class ControlDesk:
 
     def _perform(self, turn: Turn) -> None:
         """The turn is as durable as it must be: tell everybody."""
-        for peer, sequence in turn.taken.items():
-            self.router.acknowledge(peer, sequence)
-        self.router.answer()  # before what takes longer
+        self._acknowledge(turn)
         for peer in turn.leaving:
             self.router.forget(peer, "goodbye")
             self.gone(peer)
         for action in turn.actions:
             self._act(action, turn)
+
+    def _acknowledge(self, turn: Turn) -> None:
+        """Tell the senders that their messages are taken."""
+        if turn.taken:
+            for peer, sequence in turn.taken.items():
+                self.router.acknowledge(peer, sequence)
+            turn.taken.clear()
+            self.router.answer()
 
     def _refuse(self, peer: PeerId, error: ProtocolError) -> None:
         self.commits.turn.taken.pop(peer, None)
@@ -144,10 +156,12 @@ class ControlDesk:
 
     async def settled(self) -> None:
         """Until everything that came is written and told."""
+        self._decide()
         await self.commits.settled()
 
     def close(self) -> None:
         """Write and close the books."""
+        self._decide()
         self.commits.close()
 
     # ------------------------------------------------------------ messages
@@ -159,13 +173,13 @@ class ControlDesk:
                 self.guests.beats[key] = body
                 record = self.core.peers.get(key)
                 if record is not None and record.draining != (busy := takes_nothing(record.role, body)):
-                    self.take(ev.Availability(key, busy))
+                    self._tell(ev.Availability(key, busy))
             case schema.Job():
                 if self.guests.role(key) in ("actor", "eval") and body.job_id not in self.core.jobs.jobs:
                     self._jobs[body.job_id] = delivery.raw_meta, delivery.frames
-                self.take(ev.Received(key, body, delivery.size))
+                self._tell(ev.Received(key, body, delivery.size))
             case schema.JobDone():
-                for action in self.take(ev.Received(key, body)):
+                for action in self._tell(ev.Received(key, body)):
                     if isinstance(action, ev.ForwardVerdict):  # this verdict counts: no other's frames go with it
                         self.commits.turn.verdicts[body.job_id] = delivery.frames
             case schema.Metrics():
@@ -181,11 +195,11 @@ class ControlDesk:
                 pass  # told to an incarnation that is gone: another one follows
             case _:
                 self.commits.steered = True
-                self.take(ev.Received(key, body))
+                self._tell(ev.Received(key, body))
 
     def _touch(self, key: str, came: Arrival) -> None:
         metas = came.metas if isinstance(came, DeliveryRun) else (came.raw_meta,)
-        self.take(ev.Touched(key, [unpack_meta(meta, schema.Touch) for meta in metas]))
+        self._tell(ev.Touched(key, [unpack_meta(meta, schema.Touch) for meta in metas]))
 
     def _take_samples(self, run: intake.Messages) -> None:
         """Samples in the order in which they came: read, check, decide and keep as many as possible at once."""
@@ -208,6 +222,30 @@ class ControlDesk:
             else:
                 self._refuse_key(run.keys[i], fault)
         self._keep(run.only(range(begin, len(bodies))), bodies[begin:])
+
+    def _decide_soon(self) -> None:
+        """Decide about the samples that wait: now, or in time if nothing has to be written before their senders are told."""
+        if self.commits.at_once:
+            self._acknowledge(self.commits.turn)
+            left_s = self._pending.left_s(time.monotonic())
+            if left_s:
+                if self._timer is None:
+                    self._timer = asyncio.get_running_loop().call_later(left_s, self._overdue)
+                return
+        self._decide()
+
+    def _overdue(self) -> None:
+        self._timer = None
+        self._decide()
+        self.settle()
+
+    def _decide(self) -> None:
+        """Decide about the samples that wait, if any do."""
+        if self._pending:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            self._take_samples(self._pending.take(time.monotonic()))
 
     def _readable(self, run: intake.Messages) -> tuple[intake.Messages, list[intake.Intake]]:
         """What of a run can be read; who sent the rest is refused."""
@@ -281,6 +319,7 @@ class ControlDesk:
 
     def left(self, peer: PeerId, reason: str) -> None:
         """The peer is gone: `gone` is told, its leases and jobs go out again."""
+        self._decide()
         if self.guests.key(peer) is not None:
             self._leave(peer, reason, clean=False)
             self.gone(peer)

@@ -180,6 +180,8 @@ class Ledger:
 
     def spill(self) -> Transaction | None:
         """Payloads beyond the cache, to be written into their segments; the books follow. None if there are none."""
+        if not self.full:
+            return None
         with self._disk():
             runs = self.payloads.place(everything=False)
         if not runs:

@@ -173,7 +173,8 @@ class Session:
     def acknowledge(self, now: float) -> None:
         """Send the acknowledgement that is due, if one is."""
         if self.channel.ack_due:
-            self.transient(self.channel.take_ack(now))
+            meta = pack_meta(self.channel.take_ack(now))
+            self._link.send(self.peer, pack_fields(Ack.KIND, 0, 0, self.epoch, 0, len(meta)), meta, ())
 
     def restart(self, limit_messages: int, limit_bytes: int, now: float) -> None:
         """The peer came back as a new incarnation: start over with what it has not acknowledged."""

@@ -48,6 +48,7 @@ BEAT_S = 1.0
 STEPS_PER_CHECKPOINT = 8
 ACK_EVERY, ACK_BYTES = 16, 4 * 1024 * 1024
 MESSAGES_A_TURN = 64
+PACE_S = 0.0001  # as in ``broker``
 WINDOW_MESSAGES, WINDOW_BYTES = 4096, 64 * 1024 * 1024
 
 
@@ -108,6 +109,10 @@ class Line:
 
     def room(self, messages: int, size: int) -> bool:
         return self.sent + messages <= self.limit and self.sent_bytes + size <= self.limit_bytes
+
+    def waiting(self) -> bool:
+        """Whether `take` has something: a third of what it costs to have it find nothing."""
+        return bool(self._came or self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
 
     def take(self, block: bool) -> tuple[int, bytes] | None:
         """(kind, meta) of the next message; (0, b"") for what concerns the line only. Acknowledges."""
@@ -222,18 +227,21 @@ def actors(folder: str, peers: int, slots: int, nbytes: int, together: int, repo
 
 
 def timed(folder: str, peers: int, slots: int, nbytes: int, rate: float, messages: int, report: Any) -> None:
-    """`peers` actors that send, one sample a message, what is due at `rate` a second (what is due together leaves joined), and
-    how long each of `messages` took to be acknowledged."""
+    """`peers` actors that send, one sample a message, what is due at `rate` a second, every `PACE_S` (what is due together leaves
+    joined), and how long each of `messages` took to be acknowledged."""
     payload = Payload(nbytes)
     lines = [Line(folder, "actor", f"actor-{i}", slots) for i in range(peers)]
     descriptors = [line.socket.getsockopt(zmq.FD) for line in lines]
     waiting: deque[tuple[Line, Lease, int]] = deque()
-    under_way: dict[Line, deque[tuple[int, int]]] = {line: deque() for line in lines}
+    under_way: dict[Line, deque[tuple[int, int, int]]] = {line: deque() for line in lines}  # last sequence, count, when
     size = sum(map(len, payload.frames)) + 256
     took: list[int] = []
-    begun, number = 0.0, 0
+    begun = next_at = 0.0
+    number = 0
     while len(took) < messages:
         for line in lines:
+            if not line.waiting():
+                continue
             touches = []
             while (message := line.take(block=False)) is not None:
                 if message[0] == Lease.KIND:
@@ -241,15 +249,23 @@ def timed(folder: str, peers: int, slots: int, nbytes: int, rate: float, message
                     touches.append((pack_meta(Touch(lease.lease_id, lease.attempt)), ()))
                     waiting += [(line, lease, index) for index in lease.indices]
             now, sent = time.monotonic_ns(), under_way[line]
-            while sent and sent[0][0] <= line.acked:
-                took.append(now - sent.popleft()[1])
+            while sent and (count := min(sent[0][1], line.acked - sent[0][0] + sent[0][1])) > 0:
+                last, together, at = sent.popleft()
+                took += [now - at] * count
+                if count < together:
+                    sent.appendleft((last, together - count, at))
             line.send_joined(Touch.KIND, touches)
             line.beat()
-        begun = begun or (time.perf_counter() if waiting else 0.0)
-        due = int((time.perf_counter() - begun) * rate) - number
-        if due <= 0 or not waiting:  # every socket was read to its end, so that its descriptor tells of what comes next
-            select.select(descriptors, [], [], 1 / rate)
+        clock = time.perf_counter()
+        if waiting and not begun:
+            begun = clock
+            report("begin")
+        due = int((clock - begun) * rate) - number
+        if due <= 0 or not waiting or clock < next_at:
+            if not any([line.waiting() for line in lines]):  # what comes from here on, a descriptor tells of
+                select.select(descriptors, [], [], max(next_at - clock, 1 / rate))
             continue
+        next_at = clock + PACE_S
         ready: dict[Line, list[tuple[bytes, Sequence[Any]]]] = {}
         for _ in range(min(due, len(waiting), MESSAGES_A_TURN)):
             line, lease, index = waiting[0]
@@ -260,9 +276,10 @@ def timed(folder: str, peers: int, slots: int, nbytes: int, rate: float, message
             batch.append((payload.meta(lease, [index]), payload.frames))
         now = time.monotonic_ns()
         for line, batch in ready.items():
-            line.send_joined(Samples.KIND, batch)
-            under_way[line] += [(line.sent - len(batch) + 1 + i, now) for i in range(len(batch))]
-            number += len(batch)
+            if batch:
+                line.send_joined(Samples.KIND, batch)
+                under_way[line].append((line.sent, len(batch), now))
+                number += len(batch)
     took = sorted(took[messages // 10 :])
     seconds = time.perf_counter() - begun
     report(f"{number / seconds} {took[len(took) // 2] / 1000} {took[len(took) * 99 // 100] / 1000}")

@@ -148,7 +148,7 @@ def merged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def acknowledged(durability: str, messages: int, payload: int, rate: float, peers: int = 4) -> dict[str, Any]:
     """How long a sample takes to be acknowledged while `rate` a second come, one a message; with durability "none" by a ROUTER
-    that does nothing else."""
+    that does nothing else. `cores` is what all processes of the row use together: near the machine's, they wait for each other."""
     slots = -(-GROUPS_PER_STEP * (STALENESS + 1) // peers)
     work = peers, slots, payload, rate, messages
     bare = durability == "none"
@@ -160,11 +160,14 @@ def acknowledged(durability: str, messages: int, payload: int, rate: float, peer
             address, broker = stack.enter_context(serving(durability))
             helper = ("learner", address, 100 * messages)  # goes on for longer than there will be groups
         other, actors = stack.enter_context(clients(helper, ("timed", address, *work)))
-        process = psutil.Process(other.pid) if bare else broker
+        processes = [psutil.Process(child.pid) for child in (other, actors)] + ([] if bare else [broker])
         assert actors.stdout is not None
-        before = cpu_s(process)
+        if (said := actors.stdout.readline().strip()) != "begin":
+            raise RuntimeError(f"the actors said {said!r}")
+        before = list(map(cpu_s, processes))
         measured, p50, p99 = map(float, actors.stdout.readline().split())
-        used = cpu_s(process) - before
+        spent = [cpu_s(process) - since for process, since in zip(processes, before, strict=True)]
+        used = spent[0] if bare else spent[-1]
     return {
         "relay": "a ROUTER that answers" if bare else f"broker, {durability}, acknowledged",
         "bytes": payload,
@@ -175,6 +178,7 @@ def acknowledged(durability: str, messages: int, payload: int, rate: float, peer
         "p50_us": round(p50, 1),
         "p99_us": round(p99, 1),
         "cpu_us": round(used / messages * 1e6, 2),
+        "cores": round(sum(spent) / messages * measured, 2),
     }
 
 
