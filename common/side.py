@@ -22,6 +22,7 @@ from temper.common.session import Session, check, check_kind, decode
 from temper.common.sockets import Address, SocketKind, connect
 
 ACKNOWLEDGE_S = 0.002
+LINGER_MS = 200
 TURN_MESSAGES = 256
 TURN_BYTES = 32 * 1024 * 1024
 CONFIGURATION_CODES = ("run_mismatch", "role_taken", "key", "domain")
@@ -86,8 +87,7 @@ class Side:
     def redial(self) -> None:
         """Connect anew: ZeroMQ does not try again by itself once a key was refused."""
         self.dialed_at = time.monotonic()
-        self.link.close()
-        self.socket.close(linger=0)
+        self.close()
         self.socket = connect(self._owner.address, self.kind, self._owner.identity, self._owner.keys)
         self.link = Link(self.socket, self._drain)
         self.session.relink(self.link)
@@ -113,8 +113,10 @@ class Side:
             self._acknowledge_soon()
 
     def close(self) -> None:
+        """End the connection; what was sent has `LINGER_MS` to leave, in the background. None at all may end the process: ZeroMQ
+        4.3.5 aborts (session_base.cpp:233) when the other end goes while a message is half sent."""
         self.link.close()
-        self.socket.close(linger=200)
+        self.socket.close(linger=LINGER_MS)
 
     def _drain(self) -> None:
         count = size = 0
