@@ -281,13 +281,16 @@ class ControlDesk:
         """Tell the core of good samples and store what it accepts; those of one attempt together, if they are `joined`."""
         if not bodies:
             return
-        if joined:
-            places = intake.by_attempt(run.keys, bodies)
-        else:
-            places = [[i] for i in range(len(bodies))]
-        arrivals = [run.arrival(bodies, place) for place in places]
+        places = intake.by_attempt(run.keys, bodies) if joined else [range(i, i + 1) for i in range(len(bodies))]
+        arrivals = [
+            uniform.arrival(run.keys[place.start], bodies[place.start], place.start, place.stop)
+            if uniform is not None and type(place) is range
+            else run.arrival(bodies, place)
+            for place in places
+        ]
         actions = self.core.on(ev.SamplesBatch(arrivals), time.monotonic())
-        turn, metas, apart = self.commits.turn, run.metas, []
+        turn, metas = self.commits.turn, run.metas
+        apart: list[int] = []
         accepted = refused = 0
         for place, arrival, verdict in zip(places, arrivals, actions, strict=False):
             if type(verdict) is ev.Store:
@@ -296,10 +299,9 @@ class ControlDesk:
                     indices = list(zip(verdict.indices))
                 else:
                     indices = [tuple([sample.index for sample in bodies[i].samples]) for i in place]
-                begin, end = place[0], place[-1] + 1
-                if uniform is not None and end - begin == len(place):
-                    piece = uniform.joined[begin * uniform.size : end * uniform.size]
-                    messages = packed.together(metas[begin:end], piece)
+                if uniform is not None and type(place) is range:
+                    piece = uniform.joined[place.start * uniform.size : place.stop * uniform.size]
+                    messages = packed.together(metas[place.start : place.stop], piece)
                 else:
                     messages = list(zip(intake.taken(metas, place), intake.taken(run.frames, place), strict=True))
                 stored = self.ledger.store_run(arrival.lease_id, indices, messages, arrival.nbytes, verdict.indices)

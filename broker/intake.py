@@ -155,10 +155,16 @@ class Alike(msgspec.Struct, gc=False):
 
 
 class Uniform(msgspec.Struct, frozen=True, gc=False):
-    """The frames of messages that are all as they should be: `size` bytes each, one after another."""
+    """Messages of one sample that are all as they should be: their samples, their frames of `size` bytes, one after another."""
 
+    samples: list[SampleMeta]
     size: int
     joined: bytes
+
+    def arrival(self, key: PeerKey, first: Intake, begin: int, end: int) -> SamplesArrived:
+        """What the core is told of those from `begin` to `end`, all of one attempt of `key`."""
+        nbytes, joined = (end - begin) * self.size, end - begin > 1
+        return SamplesArrived(key, first.lease_id, first.attempt, self.samples[begin:end], nbytes, joined=joined)
 
 
 _decode = msgspec.msgpack.Decoder(Intake).decode
@@ -179,12 +185,16 @@ def read_all(metas: Iterable[bytes]) -> list[Intake]:
         raise ProtocolError(f"malformed Samples: {error}") from error
 
 
-def by_attempt(keys: Sequence[PeerKey], bodies: Sequence[Intake]) -> list[list[int]]:
+def by_attempt(keys: Sequence[PeerKey], bodies: Sequence[Intake]) -> list[Sequence[int]]:
     """The places of the messages of each attempt, attempts in the order of their first message."""
-    marks = list(zip(keys, [body.lease_id for body in bodies], [body.attempt for body in bodies], strict=True))
-    found: dict[tuple[PeerKey, int, int], list[int]] = {}
-    for mark, places in groupby(range(len(marks)), marks.__getitem__):
-        found.setdefault(mark, []).extend(places)
+    found: dict[tuple[PeerKey, int, int], Sequence[int]] = {}
+    end = 0
+    for mark, group in groupby(
+        zip(keys, [body.lease_id for body in bodies], [body.attempt for body in bodies], strict=True)
+    ):
+        begin, end = end, end + len(list(group))
+        places = range(begin, end)
+        found[mark] = [*found[mark], *places] if mark in found else places
     return list(found.values())
 
 
@@ -345,7 +355,7 @@ def uniform(run: Messages, bodies: Sequence[Intake]) -> Uniform | None:
         return None
     facts: list[float] = []
     _add_facts(samples, facts)
-    return Uniform(layout.nbytes[0], joined) if _all_fine(layout, rows, joined, facts) else None
+    return Uniform(samples, layout.nbytes[0], joined) if _all_fine(layout, rows, joined, facts) else None
 
 
 def _alike(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> tuple[list[Alike], list[int]]:
