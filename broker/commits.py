@@ -4,8 +4,8 @@ A `Turn` is what some loop turns brought: acknowledgements owed and actions to c
 changed the books is handed to a thread, which waits for the disk; what comes meanwhile, and within a few milliseconds of the
 last transaction's beginning, joins the next turn: a transaction costs about the same however many samples it holds.
 `perform` is called, on the loop, once a turn is durable, one turn after another. With durability "memory" it is called at
-once, while the same thread writes what memory has no room for, and the books about once a second; only when that thread
-lags a whole cache behind do turns wait for it.
+once, while the same thread writes what memory has no room for, and the books about once a second, after some turns of the loop
+that each entered a few of their rows; only when that thread lags a whole cache behind do turns wait for it.
 A ledger that cannot be written stops everything: nothing of the failed turn, nor of a later one, is ever performed.
 """
 
@@ -62,6 +62,7 @@ class Commits:
         self._core, self._ledger, self._meter = core, ledger, meter
         self._perform, self._broken = perform, broken
         self._writing: tuple[Transaction, Turn | None, float] | None = None  # and what to perform once it is written
+        self._entering: asyncio.Handle | None = None  # the next step of what is being written
         self._forced = False
         self._idle: asyncio.Future[None] | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -98,7 +99,7 @@ class Commits:
             if durable:
                 loaded = len(transaction.runs) >= LOADED_LEASES
                 self._next_at = time.monotonic() + (EVERY_LOADED_S if loaded else EVERY_S)
-            self._submit(transaction.write)
+            self._enter(transaction)
         if transaction is None or not durable:
             self._perform(turn)
 
@@ -133,6 +134,18 @@ class Commits:
         ledger.record(self._core.changes())
         self.steered = False
         return ledger.begin()
+
+    def _enter(self, transaction: Transaction) -> None:
+        """Take one step of it, and the next with the loop's next turn: nobody waits for all of them. Then have it written."""
+        self._entering = None
+        try:
+            for _ in transaction.steps:
+                self._entering = asyncio.get_running_loop().call_soon(self._enter, transaction)
+                return
+        except TemperError as error:
+            self.fail(error)
+            return
+        self._submit(transaction.write)
 
     def _submit(self, write: Callable[[], None]) -> None:
         if self._thread is None:
@@ -199,6 +212,9 @@ class Commits:
             self._jobs.put(None)
             self._thread.join()
         if self._writing is not None and not self.is_broken:
+            if self._entering is not None:
+                self._entering.cancel()
+                self._writing[0].write()
             self._ledger.finish(self._writing[0])
         if not self.is_broken:
             self._ledger.record(self._core.changes())

@@ -19,6 +19,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,11 +67,22 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """Begun, not yet on disk. `write` ends it; nobody may use the ledger's database until it returns."""
+    """Begun, not yet on disk. `write` ends it; nobody may use the ledger's database until it returns. In memory mode, where it
+    may hold all that a second brought, its `steps` may be taken one by one before that: each enters some records."""
 
     runs: list[Run]
     unneeded: list[Ref]
     write: Callable[[], None]
+    steps: Iterator[None]
+
+
+Table = tuple[str, Iterable[tuple[Any, ...]]]
+
+
+def exhaust(steps: Iterator[None]) -> None:
+    """Take all that are left."""
+    for _ in steps:
+        pass
 
 
 class Ledger:
@@ -164,19 +176,22 @@ class Ledger:
             dropped, self.payloads.dropped = self.payloads.dropped, []
             if self._state is None and not (runs or dropped or self._spilled or self._released):
                 return None
-            self._begin_books(runs, dropped)
+            steps = self._enter(self._books(runs, dropped))
+            if self.durable:
+                exhaust(steps)
         unneeded, chunks = self.payloads.unneeded(), self.segments.take()
 
         def write() -> None:
             with self._disk():
                 try:
+                    exhaust(steps)
                     self.segments.write(chunks)
                     self._db.execute("COMMIT")
                 except BaseException:
                     self._roll_back()
                     raise
 
-        return Transaction(runs, unneeded, write)
+        return Transaction(runs, unneeded, write, steps)
 
     def spill(self) -> Transaction | None:
         """Payloads beyond the cache, to be written into their segments; the books follow. None if there are none."""
@@ -193,7 +208,7 @@ class Ledger:
             with self._disk():
                 self.segments.write(chunks)
 
-        return Transaction(runs, [], write)
+        return Transaction(runs, [], write, iter(()))
 
     @property
     def full(self) -> bool:
@@ -271,23 +286,32 @@ class Ledger:
 
     # ------------------------------------------------------------ writing
 
-    def _begin_books(self, runs: list[Run], dropped: list[tuple[int, int, list[tuple[int, ...]]]]) -> None:
-        db = self._db
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            db.executemany(rows.INSERT_PARTS, [rows.parts_row(run) for run in (*self._spilled, *runs)])
-            db.executemany(rows.INSERT_PARTS, [rows.dropped_row(*parts) for parts in dropped])
-            db.executemany(rows.UPSERT_LEASE, [rows.lease_row(lease) for lease in self._leases.values()])
-            db.executemany(rows.UPSERT_ATTEMPT, [(*which, *how) for which, how in self._attempts.items()])
-            db.executemany(rows.UPSERT_GROUP, [rows.group_row(group) for group in self._groups.values()])
-            db.executemany(rows.RELEASE_PARTS, [(group_id,) for group_id in self._released])
-            if self._state is not None:
-                db.execute(rows.UPSERT_META, ("state", json.dumps(self._state)))
-        except BaseException:
-            self._roll_back()
-            raise
+    def _books(self, runs: list[Run], dropped: list[tuple[int, int, list[tuple[int, ...]]]]) -> list[Table]:
+        """Statements, and the rows for them: everything recorded so far, as it is now."""
+        books: list[Table] = [
+            (rows.INSERT_PARTS, map(rows.parts_row, [*self._spilled, *runs])),
+            (rows.INSERT_PARTS, starmap(rows.dropped_row, dropped)),
+            (rows.UPSERT_LEASE, list(map(rows.lease_row, self._leases.values()))),
+            (rows.UPSERT_ATTEMPT, [(*which, *how) for which, how in self._attempts.items()]),
+            (rows.UPSERT_GROUP, list(map(rows.group_row, self._groups.values()))),
+            (rows.RELEASE_PARTS, [(group_id,) for group_id in self._released]),
+        ]
+        if self._state is not None:
+            books.append((rows.UPSERT_META, [("state", json.dumps(self._state))]))
         self._spilled, self._released, self._state = [], [], None
         self._leases, self._groups, self._attempts = {}, {}, {}
+        return books
+
+    def _enter(self, books: list[Table]) -> Iterator[None]:
+        """Begin a transaction and enter the books, some rows a step."""
+        with self._disk():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                for statement, table in books:
+                    yield from rows.enter(self._db, statement, table)
+            except BaseException:
+                self._roll_back()
+                raise
 
     def _roll_back(self) -> None:
         if self._db.in_transaction:

@@ -6,7 +6,9 @@ once nothing can need them again, the sample indices stay. `samples` shows it sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from temper.broker.payloads import Run
 from temper.broker.segments import Ref
 
 FORMAT = 2  # PRAGMA user_version
+ROWS_A_STEP = 64  # some tenths of a millisecond
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS leases (
@@ -59,6 +62,18 @@ _filled = msgspec.json.Decoder(tuple[int, ...]).decode
 
 def _text(value: Sequence[Any]) -> str:
     return msgspec.json.encode(value).decode()
+
+
+def enter(db: sqlite3.Connection, statement: str, rows: Iterable[tuple[Any, ...]]) -> Iterator[None]:
+    """`executemany`, `ROWS_A_STEP` rows a step; of an INSERT that also is a fifth less work."""
+    head, insert, values = statement.partition(" VALUES ")
+    left = iter(rows)
+    while some := list(islice(left, ROWS_A_STEP)):
+        if len(some) < ROWS_A_STEP or not insert:
+            db.executemany(statement, some)
+        else:
+            db.execute(f"{head} VALUES {', '.join([values] * ROWS_A_STEP)}", [*chain.from_iterable(some)])
+        yield
 
 
 def parts_row(run: Run) -> tuple[Any, ...]:

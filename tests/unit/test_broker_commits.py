@@ -12,6 +12,7 @@ from temper.broker import events as ev
 from temper.broker.commits import Commits, Turn
 from temper.broker.core import BrokerCore
 from temper.broker.ledger import Ledger
+from temper.broker.rows import ROWS_A_STEP
 from temper.common import schema
 from temper.common.config import Pacing, Recipe
 from temper.common.errors import EnvironmentFault
@@ -158,3 +159,50 @@ def test_memory_mode_ends_the_broker_too_when_the_disk_is_full(tmp_path: Path) -
         stage.ledger._db.close()
 
     asyncio.run(play())
+
+
+def _many(stage: Stage) -> None:
+    """The books of several hundred leases are due."""
+    stage.disk.set()
+    stage.core.pacing = Pacing(groups_per_step=4 * ROWS_A_STEP, samples_per_group=2, max_staleness=0)
+    stage.begin()
+    phase = schema.Phase("train", {"a": (0, 1.0)}, 4 * ROWS_A_STEP, 2)
+    stage.take(ev.Received("learner", phase))
+    stage.take(ev.Joined("many", "actor", "many", 4 * ROWS_A_STEP))
+    stage.commits.settle(force=True)
+
+
+def test_memory_mode_tells_between_the_steps_of_its_books(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = Stage(tmp_path, "memory")
+        _many(stage)
+        told = 0
+        while stage.commits._entering is not None:
+            stage.commits.turn.actions.append(ev.Note("meanwhile"))
+            stage.commits.settle()
+            told += 1
+            assert len(stage.told) == 1 + told
+            await asyncio.sleep(0)
+        assert told > 8
+        await asyncio.wait_for(stage.commits.settled(), 60.0)
+        books = sqlite3.connect(tmp_path / "ledger.sqlite")
+        assert books.execute("SELECT COUNT(*) FROM leases").fetchone() == (4 * ROWS_A_STEP,)
+        books.close()
+        stage.commits.close()
+
+    asyncio.run(play())
+
+
+def test_books_that_were_half_entered_at_the_end_are_whole(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = Stage(tmp_path, "memory")
+        _many(stage)
+        await asyncio.sleep(0)
+        assert stage.commits._entering is not None
+        stage.commits.close()
+
+    asyncio.run(play())
+    again = Ledger(tmp_path, None, "memory")
+    restored = again.restore()
+    assert restored is not None and len(restored.leases) == 4 * ROWS_A_STEP
+    again.close()

@@ -15,6 +15,7 @@ import pytest
 from temper.broker import events as ev
 from temper.broker.core import BrokerCore
 from temper.broker.ledger import Accepted, Duplicate, Ledger, Refused
+from temper.broker.rows import ROWS_A_STEP
 from temper.broker.segments import SegmentLog
 from temper.common import schema
 from temper.common.config import Pacing, Recipe
@@ -170,6 +171,37 @@ def test_memory_mode_is_whole_after_a_clean_end(tmp_path: Path) -> None:
     assert restored is not None
     assert sorted(lease.lease_id for lease in restored.leases) == [0, 1, 2, 3]
     assert next(lease for lease in restored.leases if lease.lease_id == 0).have == {0, 1}
+
+
+def test_books_that_are_entered_step_by_step_hold_what_was_recorded_before_the_first(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, "run", "memory")
+    broker = BrokerCore(Recipe(pacing=Pacing(groups_per_step=ROWS_A_STEP, samples_per_group=1, max_staleness=2)))
+    broker.on(ev.Joined("actor", "actor", "actor", 3 * ROWS_A_STEP), 0.0)
+    broker.on(ev.Joined("learner", "learner", "learner"), 0.0)
+    broker.on(ev.Received("learner", schema.LearnerReady(1, None, 0, 0)), 0.0)
+    broker.on(ev.Received("learner", schema.Phase("train", {"a": (0, 1.0)}, ROWS_A_STEP, 1)), 0.0)
+    leases = list(broker.leases.leases)
+    assert len(leases) == 3 * ROWS_A_STEP
+    ledger.record(broker.changes())
+    transaction = ledger.begin()
+    assert transaction is not None
+    taken = 0
+    for lease_id, _ in zip(leases, transaction.steps, strict=False):
+        taken += 1
+        broker.on(ev.Received("actor", schema.Touch(lease_id, 1)), 1.0)
+    assert taken > 6  # three tables
+    broker.on(ev.Left("actor", "gone"), 2.0)
+    ledger.record(broker.changes())
+    transaction.write()
+    ledger.finish(transaction)
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as books:
+        assert books.execute("SELECT DISTINCT attempt_state, touched FROM leases").fetchall() == [("out", 0)]
+        assert books.execute("SELECT COUNT(*) FROM attempts WHERE state = 'out'").fetchone() == (len(leases),)
+        ledger.commit()
+        assert books.execute("SELECT DISTINCT attempt_state FROM leases").fetchall() == [("returned",)]
+        assert books.execute("SELECT COUNT(*) FROM leases WHERE touched").fetchone() == (taken,)
+    books.close()
+    ledger.close()
 
 
 def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
