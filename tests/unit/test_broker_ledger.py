@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 from temper.broker import events as ev
+from temper.broker import rows
 from temper.broker.core import BrokerCore
+from temper.broker.leases import LeaseRecord
 from temper.broker.ledger import Accepted, Duplicate, Ledger, Refused
 from temper.broker.rows import ROWS_A_STEP
 from temper.broker.segments import SegmentLog
@@ -202,6 +204,20 @@ def test_books_that_are_entered_step_by_step_hold_what_was_recorded_before_the_f
         assert books.execute("SELECT COUNT(*) FROM leases WHERE touched").fetchone() == (taken,)
     books.close()
     ledger.close()
+
+
+@pytest.mark.parametrize("most", [999, 32766])
+@pytest.mark.parametrize("count", [ROWS_A_STEP - 1, ROWS_A_STEP, 3 * ROWS_A_STEP + 1])
+def test_rows_are_entered_whatever_number_of_values_sqlite_takes_in_a_statement(most: int, count: int) -> None:
+    """It was 999 before version 3.32; that is less than a step's rows of `leases` have."""
+    db = sqlite3.connect(":memory:")
+    db.executescript(rows.TABLES)
+    db.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, most)
+    made = [rows.lease_row(LeaseRecord(lease_id, "train", "a", 0, lease_id, 4)) for lease_id in range(count)]
+    steps = sum(1 for _ in rows.enter(db, rows.UPSERT_LEASE, made))
+    assert steps == -(-count // ROWS_A_STEP)
+    assert db.execute("SELECT * FROM leases ORDER BY lease_id").fetchall() == made
+    db.close()
 
 
 def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
