@@ -9,6 +9,7 @@ is no relay at all. Redis Streams and NATS JetStream carry the same acknowledged
 `cpu_us` is the relay's processor time a message (of the broker: a sample), all threads: the stable figure on a shared machine.
 The best of R repetitions; a rate beside the proxy's is the median over rounds that both take in turns. "acknowledged" is how long a
 sender waits at half of the broker's rate, and "a ROUTER that answers" what it would wait for a process that only answers.
+`cores` is what all processes of such a row use together: near the machine's, its latency is how long they wait for each other.
 "idle" is what an idle broker itself takes, measured while no processor halts; what it is charged on a machine that is
 otherwise idle too is shown beside what a process that does nothing is charged there for waking up as often.
 
@@ -34,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import zmq
 from temper.broker.ledger import BYTE_CAP
 from temper.common import burst
@@ -299,6 +301,11 @@ class Child:
         return found
 
 
+def cpu_s(children: Sequence[Child]) -> float:
+    """Processor time of all of them so far."""
+    return float(sum(sum(psutil.Process(child.process.pid).cpu_times()[:2]) for child in children))
+
+
 def measure(relay: str, size: int, messages: int, peers: int = 1, rate: float = 0.0) -> dict[str, float]:
     """One row: `messages` of `size` bytes from `peers` connections through `relay`."""
     plain = relay != "pump"
@@ -322,8 +329,11 @@ def measure(relay: str, size: int, messages: int, peers: int = 1, rate: float = 
             producer.line()
             if relay == "proxy" and middle is not None:
                 middle.go()
+            before = cpu_s(children)
             producer.go()
             measured = consumer.result()
+            if rate:
+                measured["cores"] = (cpu_s(children) - before) * rate / messages
             if middle is not None:
                 middle.go()
                 relayed = middle.result()
