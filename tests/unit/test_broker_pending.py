@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -164,5 +165,28 @@ def test_samples_that_no_learner_can_use_are_refused_after_their_acknowledgement
         desk.desk._overdue()
         (refusal,) = (each for _, each, _ in desk.wire.take() if isinstance(each, schema.SampleRefused))
         assert refusal.lease_id == body.lease_id and "reward nan" in refusal.reason
+
+    asyncio.run(play())
+
+
+def test_nothing_is_acknowledged_first_while_the_disk_is_a_whole_cache_behind(tmp_path: Path) -> None:
+    async def play() -> None:
+        desk, _ = await _ready(tmp_path)
+        ledger, disk = desk.ledger, threading.Event()
+        ledger.payloads.cache_bytes = 1000
+        write = ledger.segments.write
+        ledger.segments.write = lambda chunks: (disk.wait(20.0), write(chunks))[1]  # type: ignore[method-assign]
+        leases = [record for record in desk.core.leases.leases.values() if record.out]
+        acknowledged = []
+        for record in leases:
+            lease = schema.Lease(record.lease_id, record.attempt, 1, "train", "a", 0, 0, [0], 0, None, 60.0)
+            desk.desk.on_batch([delivery(ACTOR, *sample(lease, 900))])
+            desk.desk._overdue()
+            acknowledged.append(desk.wire.acknowledged)
+        assert acknowledged == [1, 2, 3, 3]  # the first two fill the cache and more, the third as much again
+        disk.set()
+        await asyncio.wait_for(desk.desk.settled(), 60.0)
+        assert desk.wire.acknowledged == 4
+        desk.desk.close()
 
     asyncio.run(play())
