@@ -11,7 +11,7 @@ from temper.broker import intake
 from temper.broker.events import PeerKey
 from temper.common.delivery import Arrival, DeliveryRun
 
-EVERY_S = 0.001
+EVERY_S = 0.002
 MUCH_MESSAGES = 192
 MUCH_BYTES = 1024 * 1024
 
