@@ -1,8 +1,9 @@
-"""Group commit off the event loop: what is told comes after what is written, in the order in which it was decided.
+"""Group commit off the event loop: what is acknowledged was written before, and is told in the order in which it was decided.
 
 A `Turn` is what some loop turns brought: acknowledgements owed and actions to carry out. With durability "full" a turn that
 changed the books is handed to a thread, which waits for the disk; what comes meanwhile, and within a few milliseconds of the
-last transaction's beginning, joins the next turn: a transaction costs about the same however many samples it holds.
+last transaction's beginning, joins the next turn: a transaction costs about the same however many samples it holds. What
+does not have to wait (``ahead``) is told at once: else actors and learner would be idle for as long as the disk works.
 `perform` is called, on the loop, once a turn is durable, one turn after another. With durability "memory" it is called at
 once, while the same thread writes what memory has no room for, and the books about once a second, after some turns of the loop
 that each entered a few of their rows; only when that thread lags a whole cache behind do turns wait for it.
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from temper.broker import events as ev
+from temper.broker.ahead import SPARE_IDS, Ahead
 from temper.broker.core import BrokerCore
 from temper.broker.ledger import Ledger, Transaction
 from temper.common import metrics
@@ -61,6 +63,7 @@ class Commits:
         self.is_broken = False
         self._core, self._ledger, self._meter = core, ledger, meter
         self._perform, self._broken = perform, broken
+        self._ahead = Ahead()
         self._writing: tuple[Transaction, Turn | None, float] | None = None  # and what to perform once it is written
         self._entering: asyncio.Handle | None = None  # the next step of what is being written
         self._forced = False
@@ -84,6 +87,8 @@ class Commits:
         self._forced = self._forced or force
         if not (durable or self.turn or self._forced or self._ledger.full):
             return
+        if durable and not self.is_broken:
+            self._tell_ahead()
         if self.is_broken or (self._writing is not None and (durable or self._ledger.crowded)):
             return
         if not force and self._put_off():
@@ -102,6 +107,13 @@ class Commits:
             self._enter(transaction)
         if transaction is None or not durable:
             self._perform(turn)
+
+    def _tell_ahead(self) -> None:
+        """Perform what of the open turn need not wait."""
+        ahead = Turn()
+        ahead.actions, self.turn.actions = self._ahead.divide(self.turn.actions, self._core)
+        if ahead:
+            self._perform(ahead)
 
     def _put_off(self) -> bool:
         """Whether the open turn had better wait for others; it is settled in time then."""
@@ -131,7 +143,9 @@ class Commits:
         self._forced = False
         if not self.steered and not self._core.dirty:
             return None
-        ledger.record(self._core.changes())
+        changes = self._core.changes(0 if self._core.deterministic or not ledger.durable else SPARE_IDS)
+        ledger.record(changes)
+        self._ahead.begun(changes)
         self.steered = False
         return ledger.begin()
 
@@ -171,6 +185,7 @@ class Commits:
             self.fail(error)
             return
         self._ledger.finish(transaction)
+        self._ahead.written()
         self._count(begun)
         if turn is not None:
             self._perform(turn)

@@ -1,7 +1,8 @@
 """What comes on the control socket: messages become events, what they decide is written down, then told.
 
 The order is the guarantee: the core decides, the ledger commits, and only then are messages acknowledged and actions
-carried out (``commits``). Nothing that a peer was told can be lost by killing this process. A broken message closes its sender
+carried out (``commits``), but for those that a broker killed before may forget without harm (``ahead``). Nothing that was
+acknowledged can be lost by killing this process. A broken message closes its sender
 and nobody else; a ledger that cannot be written stops everything before anything is acknowledged.
 """
 

@@ -12,7 +12,7 @@ Its parts: `attempts` (what actors say), `learning` (what the learner says), `is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from temper.broker.attempts import Attempts
@@ -36,23 +36,26 @@ from temper.broker.events import (
 from temper.broker.fates import Fates
 from temper.broker.groups import GroupRecord
 from temper.broker.issuing import Issuing
-from temper.broker.learning import Learning
+from temper.broker.learning import TRAINING_LANES, Learning
 from temper.broker.leases import AttemptState, LeaseRecord
 from temper.broker.state import PeerRecord, RunState
 from temper.common import schema
 from temper.common.config import Recipe
+from temper.common.schema import Lane
 
 Handler = Callable[[PeerKey, Any, float], list[Action]]
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a batch of events changed: rows to write before any action is carried out."""
+    """What a batch of events changed: rows to write before actions are carried out (but for those of ``ahead``)."""
 
     leases: list[LeaseRecord]
     groups: list[GroupRecord]
     attempts: dict[tuple[int, int], tuple[PeerKey, AttemptState]]  # (lease, attempt) out or ended: peer, how
     state: dict[str, Any]
+    fresh: dict[Lane, range] = field(default_factory=dict)
+    """By lane: ids of leases that are not begun yet, and that a core which is loaded with `state` will not give out."""
 
 
 class BrokerCore(RunState):
@@ -135,10 +138,13 @@ class BrokerCore(RunState):
         """Whether `changes` has records to write."""
         return bool(self.leases.dirty or self.groups.dirty or self.leases.attempted)
 
-    def changes(self) -> Changes:
-        """Records touched since the last call, and the small state; call once per batch of events."""
-        leases, groups = self.leases, self.groups
-        changed = Changes(list(leases.dirty.values()), list(groups.dirty.values()), leases.attempted, self.save())
+    def changes(self, spare_ids: int = 0) -> Changes:
+        """Records touched since the last call, and the small state; call once per batch of events. `spare_ids`: so many ids of
+        the train and demo lanes are kept back (`Changes.fresh`)."""
+        leases, groups, state = self.leases, self.groups, self.save()
+        fresh = {lane: self.schedule.fresh(lane, spare_ids) for lane in TRAINING_LANES}
+        state["schedule"]["next"] |= {lane: ids.stop for lane, ids in fresh.items()}
+        changed = Changes(list(leases.dirty.values()), list(groups.dirty.values()), leases.attempted, state, fresh)
         leases.dirty.clear()
         groups.dirty.clear()
         leases.attempted = {}

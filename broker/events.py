@@ -1,7 +1,7 @@
 """What the broker's core is told and what it answers: events in, actions out, both plain values.
 
 `BrokerCore.on` takes one event and the time; the daemon makes events from messages and clocks, writes the core's
-changes to the ledger, and then carries the actions out, in order.
+changes to the ledger, and then carries the actions out, in order (but for those of ``ahead``).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from temper.broker.events import Action, Deliver, Finish, Note, PeerKey, Release
 from temper.broker.fates import Fates
+from temper.broker.groups import GroupRecord
 from temper.broker.issuing import Issuing
 from temper.broker.state import LANE_OF_PHASE, RunState
 from temper.common import schema
@@ -72,11 +73,14 @@ class Learning:
         return actions
 
     def holding(self, body: schema.Holding) -> list[Action]:
-        """What the learner still has after this broker came back: the other groups leased to it are delivered again."""
+        """What the learner still has after this broker came back: the other groups leased to it are delivered again, and those
+        that it got before the books said so are leased to it."""
         run = self.run
         told = set(body.groups)
         for group in list(run.groups.groups.values()):
             if group.group_id in told:
+                if group.state == "queued" and group.lane in TRAINING_LANES:
+                    run.groups.lease(group)
                 continue
             if group.state == "leased":
                 run.groups.enqueue(group)
@@ -112,7 +116,7 @@ class Learning:
         run = self.run
         if body.version < run.version:
             return [Note(f"Done of version {body.version} is repeated or late, this run is at {run.version}: ignored")]
-        trained = [g for i in body.trained if (g := run.groups.groups.get(i)) is not None and g.state == "leased"]
+        trained = [g for i in body.trained if (g := self._with_learner(i)) is not None]
         for group in trained:
             run.groups.train(group, body.version)
         if trained:
@@ -121,17 +125,25 @@ class Learning:
         run.version = body.version + 1
         run.steps_done += body.counted
         if len(trained) != len(body.trained):
-            actions.append(Note(f"Done names {len(body.trained)} groups, {len(trained)} of them leased to the learner"))
+            actions.append(Note(f"Done names {len(body.trained)} groups, {len(trained)} of them with the learner"))
         return actions
 
     def void(self, peer: PeerKey, body: schema.Void, now: float) -> list[Action]:
         """Groups that the learner gives up: their places are free at once."""
         actions: list[Action] = []
         for key, reason in body.groups.items():
-            group = self.run.groups.groups.get(int(key)) if key.isdecimal() else None
-            if group is not None and group.state == "leased":
+            group = self._with_learner(int(key)) if key.isdecimal() else None
+            if group is not None:
                 actions += self.fates.give_up(group, reason, "learner")
         return actions
+
+    def _with_learner(self, group_id: int) -> GroupRecord | None:
+        """The group if the learner can have it: leased to it, or (`Ahead`) sent to it by an incarnation of the broker that died
+        before the books said so, in which it is queued."""
+        group = self.run.groups.groups.get(group_id)
+        if group is None or group.lane not in TRAINING_LANES or group.state not in ("leased", "queued"):
+            return None
+        return group
 
     def covered(self, peer: PeerKey, body: schema.Covered, now: float) -> list[Action]:
         """A checkpoint is complete: what no retained checkpoint can need again is final."""

@@ -3,7 +3,7 @@
 SQLite (WAL, synchronous=FULL) holds leases, attempts, groups, sample indices and the core's state; the samples themselves
 lie in segment files, synced before the transaction that names them. `store` and `record` collect; `begin` makes one
 transaction of it all, up to its COMMIT; `Transaction.write`, which waits for the disk and may run in another thread, ends it;
-`finish` takes note. The daemon acknowledges and acts only after that. So after kill -9 or a power cut everything
+`finish` takes note. The daemon acknowledges only after that. So after kill -9 or a power cut everything
 acknowledged is there, and nothing is there in part. With ``durability = "memory"`` nothing is synced and the books are
 written about once a second: a crash may cost the last second, a clean end costs nothing.
 

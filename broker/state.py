@@ -41,7 +41,8 @@ class RunState:
     def __init__(self, recipe: Recipe) -> None:
         self.pacing = recipe.pacing
         self.max_steps = recipe.run.max_steps
-        ordered = recipe.pacing.batch_order == "lease" or recipe.pacing.max_staleness == 0 or recipe.run.deterministic
+        self.deterministic = recipe.run.deterministic
+        ordered = recipe.pacing.batch_order == "lease" or recipe.pacing.max_staleness == 0 or self.deterministic
         self.leases = LeaseBook()
         self.groups = GroupBook(lease_order=ordered)
         self.jobs = JobBook()

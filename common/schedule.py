@@ -90,6 +90,10 @@ class Schedule:
         self._next[lane] += 1
         return lease_id
 
+    def fresh(self, lane: Lane, count: int) -> range:
+        """The ids of the next `count` leases of a lane."""
+        return range(self._next[lane], self._next[lane] + count)
+
     def state(self) -> dict[str, Any]:
         """Everything that `load` needs, as plain values."""
         return {"next": dict(self._next), "credit": {lane: dict(credit) for lane, credit in self._credit.items()}}

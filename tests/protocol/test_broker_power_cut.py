@@ -1,8 +1,9 @@
 """The writes and syncs of a real broker process, recorded with strace, replayed to every prefix as after a power cut.
 
 At each point three disks are made: one with everything written so far, one with only what had been synced, one with
-the last write torn. The ledger must open on each of them, hold every sample that had been acknowledged by then, name no
-payload that is not there, and its books must add up.
+the last write torn. The ledger must open on each of them, hold every sample that had been acknowledged by then and every
+group that the learner had got, give out no lease again as a new one, name no payload that is not there, and its books must
+add up.
 """
 
 from __future__ import annotations
@@ -125,7 +126,16 @@ def lay_out(folder: Path, files: dict[str, bytearray]) -> None:
         (folder / name).write_bytes(data)
 
 
-def recovers(folder: Path, acknowledged: set[tuple[int, int]]) -> None:
+@dataclass(frozen=True)
+class Told:
+    """What peers had been told: samples acknowledged, ids of leases and of groups."""
+
+    samples: frozenset[tuple[int, int]]
+    leases: frozenset[int]
+    groups: frozenset[int]
+
+
+def recovers(folder: Path, told: Told) -> None:
     """Open the ledger as the next broker would."""
     ledger = Ledger(folder, None, "memory")
     there = set()
@@ -136,13 +146,17 @@ def recovers(folder: Path, acknowledged: set[tuple[int, int]]) -> None:
             tokens = unpack_arrays(part.arrays, frames)["tokens"].reshape(-1, 4)
             assert tokens.tolist() == [[lease_id, meta.index, 7, 8] for meta in part.samples]
             there |= {(lease_id, meta.index) for meta in part.samples}
-    assert acknowledged <= there
+    assert told.samples <= there
     restored = ledger.restore()
+    assert restored is not None or not (told.leases or told.groups)
     if restored is not None:
         core = BrokerCore(Recipe())
         core.load(restored.state, restored.leases, restored.groups, 0.0)
         counts, states = core.leases.counts["train"], core.groups.counts["train"]
         assert counts["created"] == counts["in flight"] + counts["accepted"] == sum(states.values())
+        assert max(told.leases, default=-1) < core.schedule.fresh("train", 1).start
+        complete = {group.group_id for group in restored.groups if group.state in ("queued", "leased", "trained")}
+        assert told.groups <= complete
         for lease in restored.leases:
             assert lease.state != "accepted" or len(lease.have) == lease.size
         have = {(lease.lease_id, index) for lease in restored.leases for index in lease.have}
@@ -154,6 +168,8 @@ def recovers(folder: Path, acknowledged: set[tuple[int, int]]) -> None:
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed: nothing can be recorded")
 def test_the_ledger_recovers_from_every_prefix_of_its_writes(tmp_path: Path) -> None:
     acknowledged: list[tuple[float, tuple[int, int]]] = []
+    leased: list[tuple[float, int]] = []
+    delivered: list[tuple[float, int]] = []
 
     async def scene() -> None:
         strace = ["strace", "-ff", "-ttt", "-y", "-xx", "-s", "1000000", "-e", f"trace={CALLS}"]
@@ -161,14 +177,20 @@ def test_the_ledger_recovers_from_every_prefix_of_its_writes(tmp_path: Path) -> 
             learner = await s.learner()
             actor = await s.guest("actor", "actor", 4)
             for step in range(2):
-                leases = [(await actor.next(schema.Lease))[0] for _ in range(4 if step == 0 else 2)]
+                leases = []
+                for _ in range(4 if step == 0 else 2):
+                    leases.append((await actor.next(schema.Lease))[0])
+                    leased.append((time.time(), leases[-1].lease_id))
                 for lease in leases[:2] if step == 0 else leases:
                     for index in lease.indices:
                         await actor.peer.send(*samples(lease, [index]))
                         await actor.peer.flush(30.0)
                         acknowledged.append((time.time(), (lease.lease_id, index)))
                 await learner.peer.send(schema.Demand("train", 2))
-                groups = [(await learner.next(schema.Group))[0].group_id for _ in range(2)]
+                groups = []
+                for _ in range(2):
+                    groups.append((await learner.next(schema.Group))[0].group_id)
+                    delivered.append((time.time(), groups[-1]))
                 await learner.peer.send(schema.Done(step, groups, {}, True))
             await asyncio.gather(learner.peer.flush(30.0), actor.peer.flush(30.0))
 
@@ -187,7 +209,9 @@ def test_the_ledger_recovers_from_every_prefix_of_its_writes(tmp_path: Path) -> 
         disk.apply(call)
         if i < tables:
             continue
-        told = {sample for at, sample in acknowledged if at < call.at}
+        told = Told(
+            *(frozenset(what for at, what in all_ if at < call.at) for all_ in (acknowledged, leased, delivered))
+        )
         for files in (disk.written, disk.synced):
             lay_out(folder, files)
             recovers(folder, told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 import threading
 from pathlib import Path
@@ -11,19 +12,21 @@ from typing import Any, Literal
 from temper.broker import events as ev
 from temper.broker.commits import Commits, Turn
 from temper.broker.core import BrokerCore
-from temper.broker.ledger import Ledger
+from temper.broker.ledger import Accepted, Ledger
 from temper.broker.rows import ROWS_A_STEP
 from temper.common import schema
 from temper.common.config import Pacing, Recipe
 from temper.common.errors import EnvironmentFault
 from temper.common.metrics import Meter
 
+ROLES: dict[str, schema.Role] = {"learner": "learner", "actor": "actor", "other": "actor"}
+
 
 class Stage:
     """Commits over a real ledger whose disk waits for `disk` to be set, or fails once `full` is."""
 
     def __init__(self, folder: Path, durability: Literal["full", "memory"] = "full", cache_bytes: int = 1000) -> None:
-        self.core = BrokerCore(Recipe(pacing=Pacing(groups_per_step=4, samples_per_group=2, max_staleness=0)))
+        self.core = BrokerCore(Recipe(pacing=Pacing(groups_per_step=4, samples_per_group=2, max_staleness=1)))
         self.ledger = Ledger(folder, None, durability, cache_bytes=cache_bytes)
         self.told: list[Turn] = []
         self.broken: list[BaseException] = []
@@ -86,6 +89,74 @@ def test_a_disk_that_is_full_ends_the_broker_and_tells_nobody(tmp_path: Path) ->
         assert stage.told == []
         stage.commits.close()
         stage.ledger._db.close()
+
+    asyncio.run(play())
+
+
+def test_while_the_disk_works_new_leases_and_queued_groups_go_out_and_a_kill_then_forgets_no_more_than_these(
+    tmp_path: Path,
+) -> None:
+    async def play() -> None:
+        folder = tmp_path / "ledger"
+        stage = Stage(folder)
+        commits = stage.commits
+
+        def told(kind: type[ev.Action]) -> list[Any]:
+            return [action for turn in stage.told for action in turn.actions if isinstance(action, kind)]
+
+        def answer(lease: schema.Lease) -> None:
+            for index in lease.indices:
+                meta = schema.SampleMeta(index, "stop", 1.0, True, {}, "ok", [])
+                arrived = ev.SamplesArrived("actor", lease.lease_id, lease.attempt, (meta,), 1)
+                stage.take(ev.SamplesBatch([arrived]))
+                assert isinstance(stage.ledger.store(lease.lease_id, (index,), b"", [bytes(1)], 1), Accepted)
+
+        stage.disk.set()
+        stage.begin()
+        await asyncio.wait_for(commits.settled(), 60.0)
+        (first,) = told(ev.SendLease)
+        answer(first.lease)  # its group is queued
+        await asyncio.wait_for(commits.settled(), 60.0)
+        second = told(ev.SendLease)[1]
+        stage.disk.clear()
+        stage.begun.clear()
+        stage.take(ev.Joined("other", "actor", "other", 1))
+        commits._hurry = True  # nothing is put off
+        commits.settle()
+        await asyncio.to_thread(stage.begun.wait, 20.0)
+        third = told(ev.SendLease)[2]  # to "other", while the disk works
+        answer(second.lease)
+        commits.turn.taken[b"actor"] = 7
+        stage.take(ev.Received("learner", schema.Demand("train", 2)))
+        commits.settle()
+        assert [action.group_id for action in told(ev.Deliver)] == [first.lease.lease_id]  # the second is not on disk
+        fourth = told(ev.SendLease)[3]
+        assert not any(turn.taken for turn in stage.told)
+
+        shutil.copytree(folder, tmp_path / "after")  # killed now
+        again = Ledger(tmp_path / "after", None)
+        restored = again.restore()
+        assert restored is not None
+        core = BrokerCore(Recipe(pacing=stage.core.pacing))
+        core.load(restored.state, restored.leases, restored.groups, 0.0)
+        known = {lease.lease_id for lease in restored.leases}
+        assert known == {first.lease.lease_id, second.lease.lease_id}
+        assert core.leases.leases[second.lease.lease_id].out
+        actions = [core.on(ev.Joined(name, role, name, 4, returning=True), 0.0) for name, role in ROLES.items()]
+        actions.append(core.on(ev.Received("learner", schema.Holding(1, groups=[first.lease.lease_id])), 0.0))
+        assert not any(isinstance(action, ev.Deliver) for found in actions for action in found)
+        forgotten = [(each.lease.lease_id, 1) for each in (second, fourth)]
+        refused = core.on(ev.Received("actor", schema.Holding(1, attempts=forgotten)), 0.0)
+        assert [a.lease_id for a in refused if isinstance(a, ev.RefuseAttempt)] == [fourth.lease.lease_id]
+        new = [action.lease for action in refused if isinstance(action, ev.SendLease)]
+        assert new and min(lease.lease_id for lease in new) > max(each.lease.lease_id for each in (third, fourth))
+        again.close()
+
+        stage.disk.set()
+        await asyncio.wait_for(commits.settled(), 60.0)
+        assert [turn.taken for turn in stage.told if turn.taken] == [{b"actor": 7}]
+        assert len(told(ev.Deliver)) == 2
+        commits.close()
 
     asyncio.run(play())
 

@@ -292,6 +292,33 @@ def test_groups_trained_after_the_checkpoint_are_queued_again() -> None:
     assert delivered(desk.say(schema.Demand("train", 2))) == [1, 2]
 
 
+@pytest.mark.parametrize("said", ["Holding", "Done", "Void"])
+def test_a_group_that_the_learner_got_before_the_books_said_so_is_not_delivered_again(said: str) -> None:
+    """As after a kill: the books know it as queued."""
+    desk = Desk()
+    desk.ready()
+    desk.phase()
+    for lease in leases(desk.actor()):
+        desk.samples(lease)
+    changes = desk.core.changes()
+    again = Desk()
+    again.core = BrokerCore(Recipe(run=Run(max_steps=10), pacing=desk.core.pacing))
+    again.core.load(changes.state, changes.leases, changes.groups, 0.0)
+    again.tell(ev.Joined("learner", "learner", "learner", returning=True))
+    held = []
+    if said == "Done":
+        assert delivered(again.say(schema.Done(0, [0], {}, True))) == []
+    elif said == "Void":
+        assert delivered(again.say(schema.Void({"0": "malformed"}))) == []
+    else:
+        held = [0]
+    assert delivered(again.say(schema.Holding(1, groups=held, demand={"train": 2}))) == [1]
+    counts = {"Holding": ("leased", 2), "Done": ("trained", 1), "Void": ("void", 1)}
+    state, n = counts[said]
+    assert again.core.groups.counts["train"][state] == n
+    assert delivered(again.say(schema.Demand("train", 2))) == []
+
+
 def test_a_second_learner_is_refused_and_the_first_goes_on() -> None:
     desk = Desk()
     desk.ready()

@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from temper.broker import events as ev
+from temper.broker.ahead import Ahead
 from temper.broker.core import BrokerCore
-from temper.broker.ledger import Accepted, Ledger
+from temper.broker.ledger import Accepted, Ledger, Transaction
 from temper.common import schema
 from temper.common.config import Pacing, Recipe, Run
 
@@ -88,6 +89,7 @@ class Sim:
         self.most_active = 0
         self.epoch = 0  # of the broker: what an earlier one sent and nobody received yet is lost
         self.working: dict[str, set[tuple[int, int]]] = {}  # what each actor believes that it works on
+        self.unheard: set[str] = set()  # they died, and the broker before it had written that down
         self.asked = 0  # groups that the learner believes it is still to get
         self.persist: Callable[[ev.Event, list[ev.Action]], None] = lambda event, actions: None
 
@@ -99,6 +101,7 @@ class Sim:
 
     def tell(self, event: ev.Event) -> list[ev.Action]:
         actions = self.core.on(event, self.now)
+        assert all(a.lease.min_version == self.version for a in actions if isinstance(a, ev.SendLease))
         self.persist(event, actions)  # before anything is carried out
         for action in actions:
             self.act(action)
@@ -138,7 +141,6 @@ class Sim:
     def act(self, action: ev.Action) -> None:
         match action:
             case ev.SendLease(peer, lease):
-                assert lease.min_version == self.version
                 if lease.lease_id not in self.first_out:
                     self.first_out[lease.lease_id] = lease.domain
                 self.later(0.01, self.start, self.epoch, peer, lease)
@@ -296,7 +298,7 @@ class Sim:
             for group_id in groups.active[lane]:
                 assert groups.groups[group_id].state in ("assembling", "queued", "leased")
         for peer, held in leases.held.items():
-            assert peer in self.core.peers
+            assert peer in self.core.peers or peer in self.unheard
             assert held
             assert len(held) <= self.world.slots
 
@@ -629,3 +631,145 @@ def test_a_core_restored_from_the_ledger_is_the_same_and_goes_on(seed: int, loss
         assert rows == {state: n for state, n in sim.core.groups.counts["train"].items() if n}
         assert dict(books.execute("SELECT group_id, version FROM groups WHERE state = 'trained'")) == sim.trained
         books.close()
+
+
+class Hasty:
+    """A transaction takes a while; what `Ahead` allows is told before, the rest after. Now and then all that is not on disk is
+    lost: peers that live say again what nobody acknowledged, then what they hold."""
+
+    def __init__(self, sim: Sim, folder: Path, kill: float) -> None:
+        self.sim, self.folder, self.kill = sim, folder, kill
+        self.dice = random.Random(sim.world.seed)
+        self.ledger, self.ahead = Ledger(folder, "run"), Ahead()
+        self.untold: list[ev.Action] = []
+        self.unwritten: list[ev.Event] = []
+        self.writing: tuple[Transaction, list[ev.Action], int] | None = None  # and what it has of the two above
+        self.attempts: dict[tuple[int, int], str] = {}  # told: whose each token is
+        self.kills = 0
+        self.early: Counter[type] = Counter()
+        sim.persist = self.persist
+
+    def persist(self, event: ev.Event, actions: list[ev.Action]) -> None:
+        self.unwritten.append(event)
+        kept = self.take(event, actions)
+        told, self.untold = self.ahead.divide(self.untold, self.sim.core)
+        self.early.update(map(type, told))
+        if isinstance(event, ev.Received) and isinstance(event.body, schema.Covered):
+            told += self.finish()
+            self.begin()
+            told += self.finish()
+        elif self.dice.random() < 0.3:
+            if self.writing is None:
+                self.begin()
+            else:
+                told += self.finish()
+        elif not isinstance(event, ev.Tick) and self.dice.random() < self.kill and self.sim.core.failed is None:
+            self.tell(told)
+            self.restart()
+            told = []
+        actions[:] = kept + self.tell(told)
+
+    def take(self, event: ev.Event, actions: list[ev.Action]) -> list[ev.Action]:
+        """Keep the samples that the core accepts; the rest of its decisions is to be told."""
+        kept = [action for action in actions if isinstance(action, ev.Store)]
+        for action in kept:
+            assert isinstance(event, ev.SamplesArrived) and isinstance(action, ev.Store)
+            body = schema.Samples(event.lease_id, event.attempt, 0, list(event.samples), [])
+            assert isinstance(self.ledger.accept(body, [bytes(1)] * len(action.indices)), Accepted)
+        self.untold += [action for action in actions if not isinstance(action, ev.Store)]
+        return kept
+
+    def begin(self) -> None:
+        for action in self.untold:
+            if isinstance(action, ev.Release):
+                self.ledger.release(action.group_ids)
+        changes = self.sim.core.changes(3)
+        self.ledger.record(changes)
+        self.ahead.begun(changes)
+        transaction = self.ledger.begin()
+        assert transaction is not None
+        self.writing, self.untold = (transaction, self.untold, len(self.unwritten)), []
+
+    def finish(self) -> list[ev.Action]:
+        if self.writing is None:
+            return []
+        (transaction, told, events), self.writing = self.writing, None
+        transaction.write()
+        self.ledger.finish(transaction)
+        self.ahead.written()
+        del self.unwritten[:events]
+        return told
+
+    def tell(self, told: list[ev.Action]) -> list[ev.Action]:
+        for action in told:
+            if isinstance(action, ev.SendLease):
+                key = action.lease.lease_id, action.lease.attempt
+                assert key not in self.attempts, (
+                    "a token went out twice, and its first samples might pass for the second's"
+                )
+                self.attempts[key] = action.peer
+            elif isinstance(action, ev.Deliver):
+                record = self.sim.core.leases.leases.get(action.group_id)
+                assert record is None or len(self.ledger.read(action.group_id)) > 0
+        return told
+
+    def restart(self) -> None:
+        """As after kill -9, perhaps with a transaction on disk that nobody was told of."""
+        sim, old = self.sim, self.sim.core
+        if self.writing is not None and self.dice.random() < 0.5:
+            self.writing[0].write()
+        self.writing = None
+        for file in self.ledger.segments, self.ledger._db:
+            file.close()
+        self.ledger, self.ahead, self.untold = Ledger(self.folder, "run"), Ahead(), []
+        unwritten, self.unwritten = self.unwritten, []
+        core = BrokerCore(Recipe(run=Run(seed=7, max_steps=old.max_steps), pacing=old.pacing))
+        if (restored := self.ledger.restore()) is not None:
+            core.load(restored.state, restored.leases, restored.groups, sim.now)
+        sim.core = core
+        sim.epoch += 1
+        sim.unheard |= core.leases.held.keys() - old.peers.keys()
+        self.kills += 1
+
+        def hear(event: ev.Event) -> None:
+            self.unwritten.append(event)
+            self.take(event, core.on(event, sim.now))
+
+        peers = list(old.peers.values())
+        for peer in peers:
+            hear(ev.Joined(peer.peer, peer.role, peer.name, peer.slots, returning=True))
+        self.dice.shuffle(peers)
+        for peer in peers:
+            for event in unwritten:
+                held = isinstance(event, ev.Received) and isinstance(
+                    event.body, schema.Holding
+                )  # by another incarnation
+                if isinstance(event, ev.Received | ev.SamplesArrived) and event.peer == peer.peer and not held:
+                    hear(event)
+            if peer.role == "learner":
+                asked = {"train": sim.asked} if sim.asked else {}
+                hear(ev.Received(peer.peer, schema.Holding(1, groups=list(sim.batch), demand=asked)))
+            else:
+                hear(ev.Received(peer.peer, schema.Holding(1, attempts=sorted(sim.working[peer.peer]))))
+                hear(ev.Availability(peer.peer, draining=False))  # its next heartbeat
+
+
+@pytest.mark.parametrize("start", range(0, 60, 10))
+def test_what_is_told_before_it_is_written_makes_nothing_go_twice_or_get_lost(start: int, tmp_path: Path) -> None:
+    kills = 0
+    early: Counter[type] = Counter()
+    for seed in range(start, start + 10):
+        world = replace(random_world(seed), learner_crash=0.05, actor_death=0.3)
+        if seed % 4:  # so that groups wait for the learner
+            world = replace(world, batch_order="completion", max_staleness=2, step_s=5.0, max_steps=8, slots=6)
+        sim = Sim(world)
+        hasty = Hasty(sim, tmp_path / str(seed), 0.03)
+        sim.run()
+        kills += hasty.kills
+        early += hasty.early
+        if sim.failed is None:
+            sim.accounted()
+        hasty.finish()
+        hasty.ledger.close()
+    assert kills > 5
+    assert early[ev.SendLease] > 20 and early[ev.Deliver] > 5
