@@ -45,7 +45,8 @@ class Learning:
         return actions
 
     def ready(self, peer: PeerKey, body: schema.LearnerReady, now: float) -> list[Action]:
-        """A new epoch of the learner: attempts in flight are taken back, provisional groups queued again."""
+        """A new epoch of the learner: attempts in flight are taken back, provisional groups queued again, but for those that
+        its checkpoint has trained: their `Done` was lost with both sides."""
         run = self.run
         if body.lineage == run.lineage and peer == run.owner:
             return []  # said before
@@ -60,6 +61,9 @@ class Learning:
         run.peers[peer].returning = False
         actions = self.fates.clear_lane("eval", "learner restarted")
         actions += self.fates.recall("a new learner started")
+        for version, ids in body.trained:
+            for group in filter(None, map(self._with_learner, ids)):
+                run.groups.train(group, version)
         since = body.resumed_from or 0
         again = [g for g in run.groups.groups.values() if g.state == "leased"]
         again += [g for g in run.groups.groups.values() if g.state == "trained" and (g.version or 0) >= since]

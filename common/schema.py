@@ -406,7 +406,8 @@ class JobCancel(Body, frozen=True):
 class LearnerReady(Body, frozen=True):
     """learner -> B: after start or resume. Ledger cursor: groups trained(v >= resumed_from) go back to queued.
 
-    `lineage` is drawn by the learner (random u32) at each start; `steps_done` RL steps; `version` ordinal.
+    `lineage` is drawn by the learner (random u32) at each start; `steps_done` RL steps; `version` ordinal. `trained`: (version,
+    group ids) of the last steps before it, as in their `Done`, which may never have arrived.
     """
 
     KIND: ClassVar[int] = 48
@@ -414,6 +415,7 @@ class LearnerReady(Body, frozen=True):
     resumed_from: int | None
     steps_done: int
     version: int
+    trained: list[tuple[int, list[int]]] = []
 
 
 class Phase(Body, frozen=True):

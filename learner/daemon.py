@@ -206,7 +206,8 @@ class LearnerDaemon(PeerDaemon):
         self.spawn(self.publisher.run(), "publisher")
         await self.peer.send(*bundle_of(loaded.name, loaded.bundle_files))
         await self.loop.publish(keep=True)
-        await self.peer.send(LearnerReady(self.lineage, resumed, session.steps_done, session.ordinal))
+        trained = list(session.trained)
+        await self.peer.send(LearnerReady(self.lineage, resumed, session.steps_done, session.ordinal, trained))
 
     def _restore(self) -> int | None:
         """Continue from the newest whole checkpoint; its version, None when the run has none yet."""

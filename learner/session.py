@@ -6,7 +6,7 @@ methods in its training thread, one at a time; tests and the in-process loop cal
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +25,7 @@ from temper.learner.step import StepReport, Trainer
 from transformers import PreTrainedModel
 
 VOID_PREFIX = names.BROKER_VOID[:-1]
+LATE_STEPS = 8  # beyond pacing.max_staleness: what may be trained while the broker's disk stands still
 
 
 def warm_start_over(recipe: Recipe, steps: int, likelihood: Mapping[str, float]) -> bool:
@@ -90,7 +91,8 @@ class Totals:
 
 
 class Session:
-    """A run's learning state. `ordinal`: the version of the present weights, warm-start steps included."""
+    """A run's learning state. `ordinal`: the version of the present weights, warm-start steps included. `trained`: (version,
+    group ids) of the last steps, as many as may be done before the broker has one of them on disk."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -100,6 +102,7 @@ class Session:
         self.totals = Totals()
         self.evaluations: dict[str, dict[str, DomainResult]] = {}  # before, after
         self.ordinal = 0
+        self.trained: deque[tuple[int, list[int]]] = deque(maxlen=recipe.pacing.max_staleness + LATE_STEPS)
         self.warm = recipe.warm_start.max_steps > 0  # the warm start is not over
         self.likelihood: float | None = None
 
@@ -111,6 +114,7 @@ class Session:
     def warm_step(self, groups: Sequence[GroupData]) -> StepReport:
         """One supervised step; `warm` tells whether another one follows."""
         report = self.trainer.warm_step(groups)
+        self.trained.append((self.ordinal, list(report.trained)))
         self.ordinal += 1
         self.likelihood = report.mean(names.LEARNER_LIKELIHOOD)
         self.warm = not warm_start_over(self.recipe, self.trainer.warm_steps_done, self.trainer.warm_likelihood)
@@ -119,6 +123,7 @@ class Session:
     def train_step(self, groups: Sequence[GroupData]) -> tuple[StepReport, list[str]]:
         """One RL step; (its report, new alarms)."""
         report = self.trainer.train_step(groups, self.ordinal)
+        self.trained.append((self.ordinal, list(report.trained)))
         self.ordinal += 1
         self.curriculum.observe(groups)
         self.totals.take(report, groups)
@@ -146,6 +151,7 @@ class Session:
             "run_id": run_id,
             "lineage": lineage,
             "trainer": trainer,
+            "trained": list(self.trained),
             "warm": self.warm,
             "likelihood": self.likelihood,
             "curriculum": self.curriculum.state(),
@@ -165,6 +171,7 @@ class Session:
             )
         self.trainer.load(checkpoint.tensors, state["trainer"])
         self.ordinal = checkpoint.version
+        self.trained.extend((version, list(ids)) for version, ids in state.get("trained", ()))
         self.warm = bool(state["warm"])
         self.likelihood = state["likelihood"]
         self.curriculum.load(state["curriculum"])

@@ -149,6 +149,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
             first = read_summary(tmp_path / "halves")
             assert first.exit_reason == "interrupted after 3 steps" and first.steps == 3
             broker.limit = 1 << 30
+            done = [(body.version, body.trained) for body in broker.of(Done)]
             broker.bodies.clear()
             code, stderr = await ended(await broker.start(tmp_path / "halves", "--resume", str(tmp_path / "halves")))
         finally:
@@ -156,6 +157,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
         assert code == 0, stderr
         (ready,) = broker.of(LearnerReady)
         assert (ready.resumed_from, ready.steps_done, ready.version) == (5, 3, 5)
+        assert ready.trained == done and len(done) == 5
         assert broker.phases == ["train", "eval"]
         return broker.stored[-1].digest
 
