@@ -5,8 +5,9 @@ under load and at once without. Only the urgent ones (``Channel.ack_urgent``: a 
 
 - more messages wait to be read: they come first, and the end of their turn answers for both, or that of the `HELD_TURNS`-th;
 - the turn brought much (`MUCH_BYTES`), which took longer to come than its answer may wait: it leaves within `SOON_S`;
-- more than `FEW` peers are to be answered (hundreds are connected, each sends little): the others within milliseconds, so that one
-  answers for several turns. With many peers that delay grows, and acknowledging costs about the same however many there are.
+- more than `FEW` peers are to be answered within `SOON_S` (hundreds are connected, each sends little): the others within milliseconds,
+  so that one answers for several turns. With many peers that delay grows, and acknowledging costs about the same however many
+  there are.
 
 Used by ``pump.Router``.
 """
@@ -37,6 +38,8 @@ class Debts:
         self._timer: asyncio.TimerHandle | None = None
         self._scheduled = False
         self._held = 0  # turns in a row that left answers to the next
+        self._recent: set[Session] = set()  # who was answered with a turn, for `SOON_S`
+        self._forget_at = 0.0
         self.in_turn = False  # of the owner's, which calls `turn_over` at its end
 
     def owe(self, session: Session, peers: int) -> None:
@@ -55,15 +58,25 @@ class Debts:
             self._pay(self._urgent)
         if not self._owed:
             return
-        few = len(self._owed) <= FEW
+        few = self._few()
         if few and size < MUCH_BYTES:
             if self._held < HELD_TURNS and behind():
                 self._held += 1
             else:
+                self._recent |= self._owed
                 self._pay_owed()
         elif self._timer is None:
             delay_s = SOON_S if few else min(max(SOON_S, self._peers / PER_S), LATEST_S)
             self._timer = self._loop.call_later(delay_s, self._pay_late)
+
+    def _few(self) -> bool:
+        if len(self._owed) > FEW:
+            return False
+        now = self._loop.time()
+        if now >= self._forget_at:
+            self._recent.clear()
+            self._forget_at = now + SOON_S
+        return len(self._recent | self._owed) <= FEW
 
     def _pay_late(self) -> None:
         self._timer = None

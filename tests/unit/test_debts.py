@@ -15,14 +15,15 @@ WINDOW = 64
 
 
 class Loop:
-    """A clock that stands still, and what is to be called."""
+    """A clock that a test puts forward, and what is to be called."""
 
     def __init__(self) -> None:
+        self.now = 0.0
         self.soon: list[Callable[[], None]] = []
         self.later: list[tuple[float, Callable[[], None]]] = []
 
     def time(self) -> float:
-        return 0.0
+        return self.now
 
     def call_soon(self, what: Callable[[], None]) -> None:
         self.soon.append(what)
@@ -100,6 +101,25 @@ def test_many_peers_are_answered_for_several_turns_at_once_unless_a_window_hangs
     assert len(stage.loop.later) == 1  # one timer for all of them
     stage.loop.turn()
     assert len(stage.wire.told) == FEW + 1
+
+
+def test_many_peers_are_many_however_few_of_them_a_turn_answers() -> None:
+    stage = Stage(2 * FEW)
+    for number in range(FEW):
+        stage.take(number)
+        stage.loop.turn()
+        stage.take(number // 2)  # one of those that were answered just now
+        stage.loop.turn()
+    assert len(stage.wire.told) == 2 * FEW and not stage.loop.later
+    stage.take(FEW)
+    stage.loop.turn()
+    assert len(stage.wire.told) == 2 * FEW and len(stage.loop.later) == 1
+    stage.loop.later.pop()[1]()
+    assert stage.wire.told[-1] == (b"%d" % FEW, 1)
+    stage.loop.now = SOON_S  # it was a while ago
+    stage.take(FEW)
+    stage.loop.turn()
+    assert stage.wire.told[-1] == (b"%d" % FEW, 2) and not stage.loop.later
 
 
 def test_answers_wait_for_a_few_turns_while_messages_wait_to_be_read() -> None:
