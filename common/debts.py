@@ -5,9 +5,9 @@ under load and at once without. Only the urgent ones (``Channel.ack_urgent``: a 
 
 - more messages wait to be read: they come first, and the end of their turn answers for both, or that of the `HELD_TURNS`-th;
 - the turn brought much (`MUCH_BYTES`), which took longer to come than its answer may wait: it leaves within `SOON_S`;
-- more than `FEW` peers are to be answered within `SOON_S` (hundreds are connected, each sends little): the others within milliseconds,
-  so that one answers for several turns. With many peers that delay grows, and acknowledging costs about the same however many
-  there are.
+- more than `FEW` peers are to be answered within `SOON_S` (hundreds are connected, each sends little): the others within
+  milliseconds, so that one answers for several turns. With many peers that delay grows, and acknowledging costs about the same
+  however many there are.
 
 Used by ``pump.Router``.
 """
