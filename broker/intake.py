@@ -105,8 +105,8 @@ class Messages:
         return self._frames
 
     def joined(self, size: int) -> bytes | None:
-        """The frames of all of them, one after another, if each has one of `size` bytes that came in one piece with others or
-        small; else None."""
+        """The frames of all of them, one after another, if each has exactly one, of `size` bytes, that came in a burst or as
+        bytes (a large one that was not copied stays where it is); else None."""
         if self._frames is not None:
             return None
         pieces: list[Any] = []

@@ -18,7 +18,7 @@ from temper.broker.payloads import Run
 from temper.broker.segments import Ref
 
 FORMAT = 2  # PRAGMA user_version
-ROWS_A_STEP = 64  # some tenths of a millisecond
+ROWS_A_STEP = 64  # few enough that the loop does not stand still for them
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS leases (
@@ -65,7 +65,7 @@ def _text(value: Sequence[Any]) -> str:
 
 
 def enter(db: sqlite3.Connection, statement: str, rows: Iterable[tuple[Any, ...]]) -> Iterator[None]:
-    """`executemany`, `ROWS_A_STEP` rows a step; of an INSERT that also is a fifth less work."""
+    """`executemany`, `ROWS_A_STEP` rows a step; those of an INSERT in one statement, if SQLite takes so many values in one."""
     head, insert, values = statement.partition(" VALUES ")
     whole = insert and ROWS_A_STEP * values.count("?") <= db.getlimit(
         sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER

@@ -111,7 +111,7 @@ class Line:
         return self.sent + messages <= self.limit and self.sent_bytes + size <= self.limit_bytes
 
     def waiting(self) -> bool:
-        """Whether `take` has something: a third of what it costs to have it find nothing."""
+        """Whether `take` has something."""
         return bool(self._came or self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
 
     def take(self, block: bool) -> tuple[int, bytes] | None:
