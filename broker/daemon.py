@@ -16,6 +16,7 @@ from temper.broker.control import LAZY, TOLD_READY, ControlDesk
 from temper.broker.core import BrokerCore
 from temper.broker.guests import Guests
 from temper.broker.ledger import Ledger
+from temper.broker.succession import Succession
 from temper.broker.weight_desk import WeightDesk
 from temper.broker.weights import WeightStore
 from temper.common import metrics, schema
@@ -38,7 +39,6 @@ SILENCE_S = 10.0
 CLOSE_S = 30.0
 ADDRESS_FILE = "broker.addr"
 FOLLOW_WEIGHTS: tuple[Role, ...] = ("actor", "eval", "learner", "broker")  # who hears of new versions; "broker": relays
-SILENT_LEARNER_S = 3.0  # heartbeats come every second: one not heard for so long gives its place to a learner that asks
 EXIT_ERRORS: dict[int, type[TemperError]] = {1: TemperError, 2: RunFailed, 3: PeerLost}
 
 
@@ -58,6 +58,7 @@ class Broker(Daemon):
         self.many_messages = True
         self._seen: dict[str, float] = {}
         self._joins: list[tuple[PeerId, Hello]] = []
+        self._succession = Succession()
         self._serving = False
         self._emptied = asyncio.Event()
 
@@ -195,19 +196,24 @@ class Broker(Daemon):
 
     # ------------------------------------------------------------ peers
 
-    def _welcome(self, peer: PeerId, hello: Hello) -> Welcome | Refused:
-        learner = self.core.learner
-        silent = self.guests.id(learner) if hello.role == "learner" and learner is not None else None
-        if silent is not None and self.control.router.heard(silent) < SILENT_LEARNER_S:
-            silent = None
-        refusal = self.guests.refusal(hello, learner if silent is None else None)
+    def _welcome(self, peer: PeerId, hello: Hello) -> Welcome | Refused | None:
+        refusal = self.guests.refusal(hello)
+        present = self.guests.id(self.core.learner or "")
+        if refusal is None and hello.role == "learner" and present is not None and self.guests.is_other(present, hello):
+            now, silent_s = asyncio.get_running_loop().time(), self.control.router.heard(present)
+            verdict = self._succession.ask(peer, now, now - silent_s)
+            if verdict == "wait":
+                return None
+            if verdict == "free":
+                log(
+                    f"{hello.role} {hello.name} takes the place of {self.guests.name(present)}: not heard for {silent_s:.1f} s"
+                )
+                self.control.router.refuse(present, "silent", f"not heard for {silent_s:.0f} s when a new learner came")
+            else:
+                refusal = Refused("role_taken", f"this run already has a learner: {self.guests.name(present)}")
         if refusal is not None:
             log(f"{hello.role} {hello.name} is refused: {refusal.reason}")
             return refusal
-        if silent is not None:
-            self.control.router.refuse(
-                silent, "silent", f"not heard for {SILENT_LEARNER_S:.0f} s when a new learner came"
-            )
         self._joins.append((peer, hello))
         asyncio.get_running_loop().call_soon(self._admit)
         return Welcome(self.guests.run_id, self.recipe_json, self.core.lineage or 0, HEARTBEAT_S)

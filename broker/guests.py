@@ -73,14 +73,19 @@ class Guests:
         """Everybody but status clients, by name."""
         return {self._ids[key]: hello.name for key, hello in self.hellos.items() if hello.role != "status"}
 
-    def refusal(self, hello: Hello, learner: str | None) -> Refused | None:
-        """Why a peer may not come in; `learner` is the key of the present learner."""
+    def name(self, peer: PeerId) -> str:
+        """The name of a connected peer."""
+        return self.hellos[self._keys[peer]].name
+
+    def is_other(self, peer: PeerId, hello: Hello) -> bool:
+        """Whether `hello` comes from another process than a connected peer."""
+        return self.hellos[self._keys[peer]].session != hello.session
+
+    def refusal(self, hello: Hello) -> Refused | None:
+        """Why a peer may not come in; whether the learner's place is free is `Succession`'s to say."""
         mismatch = self.mismatch(hello)
         if mismatch is not None:
             return mismatch
-        present = self.hellos.get(learner or "")
-        if hello.role == "learner" and present is not None and present.session != hello.session:
-            return Refused("role_taken", f"this run already has a learner: {present.name}")
         if all(self._domains.get(module, {}).keys() <= {digest} for module, digest in hello.domains.items()):
             return None
         for other in self.hellos.values():  # who is here now: an upgraded peer is judged by its present company

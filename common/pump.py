@@ -2,7 +2,8 @@
 
     router = Router("ipc:///run/temper", "control", on_batch, on_closed, welcome=welcome)
 
-    def welcome(peer, hello):          # a new peer: let it in (recipe etc.; the Router fills limits in) or say why not
+    def welcome(peer, hello):          # a new peer: let it in (recipe etc.; the Router fills limits in), say why not, or
+                                       # None: it has to say hello again, which peers do every .1 s until they are answered
         return Welcome(run_id, recipe, lineage=0, heartbeat_s=1.0)
     def on_batch(deliveries):          # everything one loop turn brought, in order within a peer
         for d in deliveries:           # d.peer, d.body, d.frames, d.kind, d.sequence, d.header, d.raw_meta
@@ -81,7 +82,7 @@ class Router:
         on_batch: Callable[[list[Any]], None],
         on_closed: Callable[[PeerId, str], None],
         *,
-        welcome: Callable[[PeerId, Hello], Welcome | Refused],
+        welcome: Callable[[PeerId, Hello], Welcome | Refused | None],
         on_room: Callable[[PeerId], None] | None = None,
         keys: BrokerKeys | None = None,
         lazy: frozenset[int] = frozenset(),
@@ -388,6 +389,8 @@ class Router:
             self.refuse(peer, "overflow", f"the broker serves {PEERS} peers already")
             return
         answer = self._welcome(peer, hello)
+        if answer is None:
+            return
         if isinstance(answer, Refused):
             self.refuse(peer, answer.code, answer.reason)
             return

@@ -18,7 +18,7 @@ from broker_stage import Guest, Stage, play, samples, stage
 from temper.broker.ahead import SPARE_IDS
 from temper.common import schema
 from temper.common.arrays import unpack_arrays
-from temper.common.errors import ConfigError, TemperError
+from temper.common.errors import ConfigError, PeerLost, TemperError
 from temper.common.schema import pack_frames, unpack_frames
 
 
@@ -151,6 +151,26 @@ def test_a_second_learner_and_a_peer_of_another_run_are_refused_by_name(tmp_path
             s.guests.append(stranger)
             with pytest.raises(TemperError, match=r"this is run [0-9a-f]{16}, the peer belongs to run feedface"):
                 await stranger.peer.open(60)
+
+    play(scene)
+
+
+def test_a_learner_started_at_once_after_its_predecessor_was_killed_waits_for_the_place_and_gets_it(
+    tmp_path: Path,
+) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            first = await s.learner()
+            await first.peer.flush(60)
+            first.peer.lose(PeerLost("killed: no goodbye"))
+            second = await s.learner(lineage=2)  # before its silence can be told from a pause between two heartbeats
+            actor = await s.guest("actor", "actor-1", 2)
+            lease, _ = await actor.next(schema.Lease)
+            await second.peer.send(schema.Demand("train", 1))
+            await actor.peer.send(*samples(lease))
+            group, _ = await second.next(schema.Group)
+            assert group.group_id == lease.lease_id
+            assert [p.name for p in (await s.status()).peers if p.role == "learner"] == ["learner"]
 
     play(scene)
 

@@ -435,15 +435,15 @@ def test_domain_modules_are_compared_with_those_of_the_peers_that_are_here() -> 
     guests = Guests("run")
     old, new = (schema.Hello("actor", name, "s", domains={"mine": name[:3]}) for name in ("old-1", "new-1"))
     guests.add(b"a", old)
-    refused = guests.refusal(new, None)
+    refused = guests.refusal(new)
     assert refused is not None and refused.code == "domain"
     assert (
         refused.reason == "domain module mine has digest new at new-1, old at old-1: install the same version on both"
     )
-    assert guests.refusal(schema.Hello("actor", "old-1", "t", domains={"mine": "new"}), None) is None  # restarted
+    assert guests.refusal(schema.Hello("actor", "old-1", "t", domains={"mine": "new"})) is None  # restarted
     guests.add(b"b", schema.Hello("actor", "old-2", "s", domains={"mine": "old", "other": "x"}))
     guests.remove(b"a")
-    assert guests.refusal(new, None) is not None, "one of them is still here"
-    assert guests.refusal(schema.Hello("actor", "old-3", "s", domains={"mine": "old", "third": "y"}), None) is None
+    assert guests.refusal(new) is not None, "one of them is still here"
+    assert guests.refusal(schema.Hello("actor", "old-3", "s", domains={"mine": "old", "third": "y"})) is None
     guests.remove(b"b")
-    assert guests.refusal(new, None) is None
+    assert guests.refusal(new) is None
