@@ -6,12 +6,16 @@ from temper.common.schema import Limits, SandboxJob, TestCase
 from tests.attack.conftest import Attack, Batch, Jails, host_state, judge
 
 CONFIGURATIONS = ["root-fork", "user-fresh"]
+ROOM = {"memory_bytes": 256 << 20}
+"""What a fork bomb may hold: a fork that the limit of processes refuses has copied its parent's page tables by then."""
 ATTACKS = {
     # processes
-    "fork_bomb": Attack("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "timeout"),
+    "fork_bomb": Attack("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "timeout", limits=ROOM),
     "fork_bomb_in_bash": Attack(":(){ :|:& };:", "ok", language="bash"),
     "fork_bomb_that_leaves_sessions": Attack(
-        "import os\nwhile True:\n    try:\n        if not os.fork(): os.setsid()\n    except OSError: pass", "timeout"
+        "import os\nwhile True:\n    try:\n        if not os.fork(): os.setsid()\n    except OSError: pass",
+        "timeout",
+        limits=ROOM,
     ),
     "fork_bomb_left_behind": Attack(
         "import os\nif not os.fork():\n    while True:\n        try: os.fork()\n        except OSError: pass", "ok"
