@@ -21,7 +21,7 @@ from temper.broker.commits import Commits, Turn
 from temper.broker.core import BrokerCore
 from temper.broker.guests import Guests
 from temper.broker.ledger import Accepted, Ledger
-from temper.broker.pending import Pending
+from temper.broker.pending import MUCH_MESSAGES, STEP_MESSAGES, Pending
 from temper.broker.reported import Reported
 from temper.broker.validate import BadSamples, check_metrics
 from temper.common import schema
@@ -75,7 +75,8 @@ class ControlDesk:
         self.commits = Commits(core, ledger, meter, self._perform, broken)
         self._scheduled = False
         self._pending = Pending()
-        self._timer: asyncio.TimerHandle | None = None
+        self._step: asyncio.Handle | None = None  # the next decision about samples that wait
+        self._deciding = False
         self._jobs: dict[str, tuple[bytes, Sequence[Any]]] = {}  # job id -> its message, until its verdict is there
 
     # ------------------------------------------------------------ a turn
@@ -226,27 +227,39 @@ class ControlDesk:
 
     def _decide_soon(self) -> None:
         """Decide about the samples that wait: now, or in time if nothing has to be written before their senders are told."""
+        pending = self._pending
         if self.commits.at_once:
             self._acknowledge(self.commits.turn)
-            left_s = self._pending.left_s(time.monotonic())
-            if left_s:
-                if self._timer is None:
-                    self._timer = asyncio.get_running_loop().call_later(left_s, self._overdue)
+            left_s = pending.left_s(time.monotonic())
+            if left_s or STEP_MESSAGES < len(pending) < MUCH_MESSAGES:
+                if self._step is None:
+                    self._step = asyncio.get_running_loop().call_later(left_s, self._decide_some)
                 return
         self._decide()
 
-    def _overdue(self) -> None:
-        self._timer = None
-        self._decide()
+    def _decide_some(self) -> None:
+        """Decide about the samples that came first, and about the others in the loop's next turns: who sends meanwhile is
+        acknowledged between."""
+        self._step = None
+        self._advance(STEP_MESSAGES)
+        if self._pending:
+            self._step = asyncio.get_running_loop().call_soon(self._decide_some)
         self.settle()
 
     def _decide(self) -> None:
-        """Decide about the samples that wait, if any do."""
-        if self._pending:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-            self._take_samples(self._pending.take(time.monotonic()))
+        """Decide about all samples that wait, if any do."""
+        if self._pending and not self._deciding:
+            if self._step is not None:
+                self._step.cancel()
+                self._step = None
+            self._advance(None)
+
+    def _advance(self, most: int | None) -> None:
+        self._deciding = True
+        try:
+            self._take_samples(self._pending.take(time.monotonic(), most))
+        finally:
+            self._deciding = False
 
     def _readable(self, run: intake.Messages) -> tuple[intake.Messages, list[intake.Intake]]:
         """What of a run can be read; who sent the rest is refused."""

@@ -50,9 +50,9 @@ class Debts:
             self._scheduled = True
             self._loop.call_soon(self.turn_over)
 
-    def turn_over(self, size: int = 0, behind: Callable[[], bool] = lambda: False) -> None:
+    def turn_over(self, size: int = 0, behind: Callable[[], bool] | None = None) -> None:
         """Send what need not wait for another turn. This one brought `size` bytes; `behind` says whether another follows at
-        once."""
+        once (None: hardly)."""
         self._scheduled = False
         if self._urgent:
             self._pay(self._urgent)
@@ -60,7 +60,7 @@ class Debts:
             return
         few = self._few()
         if few and size < MUCH_BYTES:
-            if self._held < HELD_TURNS and behind():
+            if behind is not None and self._held < HELD_TURNS and behind():
                 self._held += 1
             else:
                 self._recent |= self._owed
@@ -76,7 +76,7 @@ class Debts:
         if now >= self._forget_at:
             self._recent.clear()
             self._forget_at = now + SOON_S
-        return len(self._recent | self._owed) <= FEW
+        return len(self._recent) + len(self._owed) <= FEW or len(self._recent | self._owed) <= FEW
 
     def _pay_late(self) -> None:
         self._timer = None

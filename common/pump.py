@@ -270,6 +270,7 @@ class Router:
         now = self._loop.time()
         count = size = self._burst_messages = 0
         receive, waiting, take, usual = self._link.receive, self._link.waiting, self._take, self._usual
+        quiet = False
         self._receiving = self._debts.in_turn = True
         try:
             while count + self._burst_messages < TURN_MESSAGES and size < TURN_BYTES:
@@ -279,6 +280,7 @@ class Router:
                 count += 1
                 size += usual(parts, batch, now) or take(parts, batch, now)
                 if count == 1 and not waiting():  # as it is mostly, unless much is to be done
+                    quiet = True
                     break
             self._receiving = False
             if batch:
@@ -287,7 +289,7 @@ class Router:
         finally:
             self._receiving = self._debts.in_turn = False
             self._link.flush()  # what was passed on goes before the answers
-            self._debts.turn_over(size, self._link.behind)
+            self._debts.turn_over(size, None if quiet else self._link.behind)
 
     def _usual(self, parts: list[Any], batch: list[Arrival], now: float) -> int:
         """The short way for what comes most: the next message in order, of a lazy kind, within every limit. Its bytes after

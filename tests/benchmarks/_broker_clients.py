@@ -39,6 +39,7 @@ from temper.common.schema import (
 )
 from temper.common.sockets import routing_id
 from temper.common.wire import pack_fields, pack_meta, unpack_fields, unpack_meta
+from zmq.backend import Socket as BackendSocket
 
 GROUPS_PER_STEP, SAMPLES_PER_GROUP = 32, 16
 LINEAGE = 7
@@ -50,6 +51,23 @@ ACK_EVERY, ACK_BYTES = 16, 4 * 1024 * 1024
 MESSAGES_A_TURN = 64
 PACE_S = 0.0001  # as in ``broker``
 WINDOW_MESSAGES, WINDOW_BYTES = 4096, 64 * 1024 * 1024
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+MORE, NOBLOCK = int(zmq.SNDMORE), int(zmq.NOBLOCK)
+
+
+def transmit(socket: Any, parts: Sequence[Any], copy: bool = True) -> None:
+    """`send_multipart` without pyzmq's layer in Python: what clients take of two cores, the broker has to do without."""
+    last = len(parts) - 1
+    for i, part in enumerate(parts):
+        BackendSocket.send(socket, part, MORE if i < last else 0, copy)
+
+
+def receive(socket: Any, flags: int = 0) -> list[Any]:
+    """`recv_multipart` without that layer, uncopied. zmq.Again as there."""
+    parts = [BackendSocket.recv(socket, flags, False)]
+    while parts[-1].more:
+        parts.append(BackendSocket.recv(socket, 0, False))
+    return parts
 
 
 class Line:
@@ -73,7 +91,7 @@ class Line:
 
     def transient(self, body: Any) -> None:
         meta = pack_meta(body)
-        self.socket.send_multipart([pack_fields(body.KIND, 0, 0, EPOCH, 0, len(meta)), meta])
+        transmit(self.socket, [pack_fields(body.KIND, 0, 0, EPOCH, 0, len(meta)), meta])
 
     def send(self, kind: int, meta: bytes, frames: Sequence[Any] = ()) -> None:
         """Send a reliable message; the caller has seen to the credit."""
@@ -81,7 +99,7 @@ class Line:
         self.sent += 1
         self.sent_bytes += size
         header = pack_fields(kind, 0, 0, EPOCH, self.sent, size)
-        self.socket.send_multipart([header, meta, *frames], copy=size < 65536)
+        transmit(self.socket, [header, meta, *frames], copy=size < 65536)
 
     def send_joined(self, kind: int, messages: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
         """`send` for several small ones, as few as can be."""
@@ -105,21 +123,21 @@ class Line:
         self.sent += len(run)
         self.sent_bytes += nbytes
         header = pack_fields(kind, len(run), 0, EPOCH, self.sent, len(meta) + sum(map(len, joined)))
-        self.socket.send_multipart([header, meta, *joined])
+        transmit(self.socket, [header, meta, *joined])
 
     def room(self, messages: int, size: int) -> bool:
         return self.sent + messages <= self.limit and self.sent_bytes + size <= self.limit_bytes
 
     def waiting(self) -> bool:
         """Whether `take` has something."""
-        return bool(self._came or self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        return bool(self._came or BackendSocket.get(self.socket, EVENTS) & POLLIN)
 
     def take(self, block: bool) -> tuple[int, bytes] | None:
         """(kind, meta) of the next message; (0, b"") for what concerns the line only. Acknowledges."""
         if self._came:
             return self._came.popleft()
         try:
-            parts: list[Any] = self.socket.recv_multipart(0 if block else zmq.NOBLOCK, copy=False)
+            parts = receive(self.socket, 0 if block else NOBLOCK)
         except zmq.Again:
             return None
         kind, flags, _, _, sequence, size = unpack_fields(parts[0].bytes)
@@ -296,10 +314,10 @@ def bare(folder: str, slots: int) -> None:
 
     def send(peer: bytes, body: Any, sequence: int = 0) -> None:
         meta = pack_meta(body)
-        socket.send_multipart([peer, pack_fields(body.KIND, 0, 0, EPOCH, sequence, len(meta)), meta])
+        transmit(socket, [peer, pack_fields(body.KIND, 0, 0, EPOCH, sequence, len(meta)), meta])
 
     while True:
-        peer, header, *_ = socket.recv_multipart()
+        peer, header = [part.bytes for part in receive(socket)[:2]]
         kind, flags, _, _, sequence, _ = unpack_fields(header)
         if kind == Hello.KIND:
             send(peer, Welcome("bare", "", 0, 1.0, limit_messages=2**40, limit_bytes=2**50))

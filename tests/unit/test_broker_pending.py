@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from temper.broker import events as ev
-from temper.broker.pending import EVERY_S, MUCH_BYTES, MUCH_MESSAGES, Pending
+from temper.broker.pending import EVERY_S, MUCH_BYTES, MUCH_MESSAGES, STEP_MESSAGES, Pending
 from temper.common import schema
-from temper.common.delivery import Delivery
+from temper.common.delivery import Delivery, DeliveryRun
 from temper.common.wire import pack_meta
 
 from tests.unit.test_broker_memory import ACTOR, LEARNER, MIB, Desk, delivery, sample
@@ -45,6 +45,27 @@ def test_they_wait_only_after_others_were_decided_about_and_never_long_or_many(s
     assert out == [b"%d" % i for i in range(len(steps))]
 
 
+def _run(count: int) -> DeliveryRun:
+    data = [b"%d" % i for i in range(count)]
+    return DeliveryRun(b"peer", schema.Samples.KIND, count, [1] * count, data, memoryview(b""), (-1,) * count)
+
+
+@given(st.lists(st.integers(1, 60), max_size=20), st.lists(st.integers(1, 80)))
+def test_steps_take_whole_deliveries_in_order_and_no_more_than_reaches_their_number(
+    counts: list[int], steps: list[int]
+) -> None:
+    pending = Pending()
+    for count in counts:
+        pending.add("peer", _run(count))
+    left = list(counts)
+    for most in [*steps, None]:
+        expected: list[bytes] = []
+        while left and (most is None or len(expected) < most):
+            expected += _run(left.pop(0)).metas
+        assert pending.take(0.0, most).metas == expected
+        assert len(pending) == sum(left)
+
+
 async def _ready(folder: Path) -> tuple[Desk, list[Delivery]]:
     """A desk where samples wait, and samples of three leases."""
     desk = Desk(folder, 8 * MIB, groups_per_step=4)
@@ -64,7 +85,7 @@ def test_samples_are_acknowledged_at_once_and_their_groups_follow(tmp_path: Path
             desk.desk.on_batch([each])
             assert desk.wire.acknowledged == number and not desk.wire.sent
             assert desk.desk.samples["accepted"] == 0
-        desk.desk._overdue()
+        desk.desk._decide_some()
         assert [type(body) for _, body, _ in desk.wire.take()] == [schema.Group] * 3
         assert desk.desk.samples["accepted"] == 3
 
@@ -138,6 +159,26 @@ def test_many_do_not_wait(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
+def test_a_long_row_is_decided_about_step_by_step_and_all_of_it_before_what_depends_on_it(tmp_path: Path) -> None:
+    async def play() -> None:
+        desk, (first, second, third) = await _ready(tmp_path)
+        row = [first] * STEP_MESSAGES
+        desk.desk.on_batch([*row, second])
+        desk.desk._decide_some()
+        assert desk.desk.samples["accepted"] == 1
+        desk.desk.on_batch([*row, third])
+        assert desk.wire.acknowledged == 2  # two turns
+        for _ in range(9):  # steps of the loop, of which each decides about some
+            await asyncio.sleep(0)
+        assert desk.desk.samples["accepted"] == 3
+        desk.desk.on_batch([*row, *row])
+        desk.desk._decide_some()
+        desk.desk.take(ev.Tick())
+        assert not len(desk.desk._pending) and desk.desk._step is None
+
+    asyncio.run(play())
+
+
 def test_one_that_cannot_be_read_ends_its_sender_and_the_others_are_kept(tmp_path: Path) -> None:
     async def play() -> None:
         desk, samples = await _ready(tmp_path)
@@ -147,7 +188,7 @@ def test_one_that_cannot_be_read_ends_its_sender_and_the_others_are_kept(tmp_pat
         desk.desk.take(ev.Joined(key, "actor", "hostile", 1))
         broken = msgspec.structs.replace(samples[1], peer=b"hostile", raw_meta=b"no Samples")
         desk.desk.on_batch([samples[0], broken, samples[2]])
-        desk.desk._overdue()
+        desk.desk._decide_some()
         assert refused == [(b"hostile", "malformed")]
         assert desk.desk.samples["accepted"] == 2
 
@@ -162,7 +203,7 @@ def test_samples_that_no_learner_can_use_are_refused_after_their_acknowledgement
         spoilt = msgspec.structs.replace(body, samples=[msgspec.structs.replace(meta, reward=float("nan"))])
         desk.desk.on_batch([msgspec.structs.replace(samples[0], raw_meta=pack_meta(spoilt), decoded=None)])
         assert desk.wire.acknowledged == 1 and not desk.wire.sent
-        desk.desk._overdue()
+        desk.desk._decide_some()
         (refusal,) = (each for _, each, _ in desk.wire.take() if isinstance(each, schema.SampleRefused))
         assert refusal.lease_id == body.lease_id and "reward nan" in refusal.reason
 
@@ -181,7 +222,7 @@ def test_nothing_is_acknowledged_first_while_the_disk_is_a_whole_cache_behind(tm
         for record in leases:
             lease = schema.Lease(record.lease_id, record.attempt, 1, "train", "a", 0, 0, [0], 0, None, 60.0)
             desk.desk.on_batch([delivery(ACTOR, *sample(lease, 900))])
-            desk.desk._overdue()
+            desk.desk._decide_some()
             acknowledged.append(desk.wire.acknowledged)
         assert acknowledged == [1, 2, 3, 3]  # the first two fill the cache and more, the third as much again
         disk.set()
