@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from temper.broker import events as ev
-from temper.broker import intake, packed
+from temper.broker import intake
 from temper.broker.assembly import Unsendable, build_group
 from temper.broker.commits import Commits, Turn
 from temper.broker.core import BrokerCore
@@ -289,21 +289,18 @@ class ControlDesk:
         self,
         run: intake.Messages,
         bodies: list[intake.Intake],
-        uniform: intake.Uniform | None = None,
+        source: intake.Messages | intake.Uniform | None = None,
         joined: bool = True,
     ) -> None:
-        """Tell the core of good samples and store what it accepts; those of one attempt together, if they are `joined`."""
+        """Tell the core of good samples and store what it accepts; those of one attempt together, if they are `joined`. `source`:
+        what gives their content, if not the `run`."""
         if not bodies:
             return
+        source = source or run
         places = intake.by_attempt(run.keys, bodies) if joined else [range(i, i + 1) for i in range(len(bodies))]
-        arrivals = [
-            uniform.arrival(run.keys[place.start], bodies[place.start], place.start, place.stop)
-            if uniform is not None and type(place) is range
-            else run.arrival(bodies, place)
-            for place in places
-        ]
+        arrivals = [source.arrival(bodies, place) for place in places]
         actions = self.core.on(ev.SamplesBatch(arrivals), time.monotonic())
-        turn, metas = self.commits.turn, run.metas
+        turn = self.commits.turn
         apart: list[int] = []
         accepted = refused = 0
         for place, arrival, verdict in zip(places, arrivals, actions, strict=False):
@@ -313,11 +310,7 @@ class ControlDesk:
                     indices = list(zip(verdict.indices))
                 else:
                     indices = [tuple([sample.index for sample in bodies[i].samples]) for i in place]
-                if uniform is not None and type(place) is range:
-                    piece = uniform.joined[place.start * uniform.size : place.stop * uniform.size]
-                    messages = packed.together(metas[place.start : place.stop], piece)
-                else:
-                    messages = list(zip(intake.taken(metas, place), intake.taken(run.frames, place), strict=True))
+                messages = source.kept(place)
                 stored = self.ledger.store_run(arrival.lease_id, indices, messages, arrival.nbytes, verdict.indices)
                 if type(stored) is not Accepted:
                     raise AssertionError(f"ledger and core do not agree about lease {arrival.lease_id}: {stored}")

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import inf, isfinite
 from operator import sub
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from temper.broker import packed
 from temper.broker.events import PeerKey, SamplesArrived
+from temper.broker.segments import Message
 from temper.broker.validate import LOGPROB_SLACK, BadSamples, at_a_glance, check
 from temper.common.arrays import packed_bytes, spec_bytes
 from temper.common.delivery import Arrival, DeliveryRun
@@ -131,6 +133,10 @@ class Messages:
             nbytes = sum(taken(self.sizes, places)) - sum(map(len, taken(self.metas, places)))
         return SamplesArrived(self.keys[at], first.lease_id, first.attempt, samples, nbytes, joined=len(places) > 1)
 
+    def kept(self, places: Sequence[int]) -> list[Message]:
+        """Those at `places`, as the ledger keeps them."""
+        return list(zip(taken(self.metas, places), taken(self.frames, places), strict=True))
+
     def only(self, places: Sequence[int]) -> Messages:
         """Those at `places`."""
         keys, metas, frames, sizes = [
@@ -155,16 +161,37 @@ class Alike(msgspec.Struct, gc=False):
 
 
 class Uniform(msgspec.Struct, frozen=True, gc=False):
-    """Messages of one sample that are all as they should be: their samples, their frames of `size` bytes, one after another."""
+    """A run of messages of one sample that are all as they should be: their samples, their frames of `size` bytes, one after
+    another. It gives what `Messages` does without cutting the frames up."""
 
+    run: Messages
     samples: list[SampleMeta]
     size: int
     joined: bytes
 
-    def arrival(self, key: PeerKey, first: Intake, begin: int, end: int) -> SamplesArrived:
-        """What the core is told of those from `begin` to `end`, all of one attempt of `key`."""
-        nbytes, joined = (end - begin) * self.size, end - begin > 1
-        return SamplesArrived(key, first.lease_id, first.attempt, self.samples[begin:end], nbytes, joined=joined)
+    def arrival(self, bodies: Sequence[Intake], places: Sequence[int]) -> SamplesArrived:
+        """``Messages.arrival``."""
+        first, count = bodies[places[0]], len(places)
+        samples, key = taken(self.samples, places), self.run.keys[places[0]]
+        return SamplesArrived(key, first.lease_id, first.attempt, samples, count * self.size, joined=count > 1)
+
+    def kept(self, places: Sequence[int]) -> list[Message]:
+        """``Messages.kept``: those that came one after another in one piece."""
+        metas, joined, size = self.run.metas, self.joined, self.size
+        found: list[Message] = []
+        for row in rows(places):
+            begin, end = row.start, row.stop
+            found += packed.together(metas[begin:end], joined[begin * size : end * size])
+        return found
+
+
+def rows(places: Sequence[int]) -> list[range]:
+    """Ascending `places` as ranges: mostly one."""
+    first, last = places[0], places[-1]
+    if last - first == len(places) - 1:
+        return [range(first, last + 1)]
+    ends = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
+    return [range(places[begin], places[end - 1] + 1) for begin, end in pairwise([0, *ends, len(places)])]
 
 
 _decode = msgspec.msgpack.Decoder(Intake).decode
@@ -355,7 +382,7 @@ def uniform(run: Messages, bodies: Sequence[Intake]) -> Uniform | None:
         return None
     facts: list[float] = []
     _add_facts(samples, facts)
-    return Uniform(samples, layout.nbytes[0], joined) if _all_fine(layout, rows, joined, facts) else None
+    return Uniform(run, samples, layout.nbytes[0], joined) if _all_fine(layout, rows, joined, facts) else None
 
 
 def _alike(bodies: Sequence[Intake], frames: Sequence[Sequence[Any]]) -> tuple[list[Alike], list[int]]:

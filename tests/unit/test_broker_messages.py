@@ -18,6 +18,7 @@ from temper.broker.bulk import BulkDesk
 from temper.broker.bundle import BUNDLE_LIMIT_BYTES, BundleStore, digest
 from temper.broker.guests import Guests
 from temper.broker.leases import LeaseRecord
+from temper.broker.packed import apart as apart_again
 from temper.broker.validate import BadSamples, check, check_metrics
 from temper.common import burst, schema
 from temper.common.arrays import divide, pack_arrays, unpack_arrays
@@ -334,6 +335,12 @@ def test_a_run_is_one_table_if_nothing_is_wrong_with_any_of_its_messages(
     assert (table is None) == (odd is not None)
     if table is not None:
         assert table.joined == b"".join(own[0] for own in frames) and table.size == len(frames[0][0])
+        for places in (range(rows), [*range(0, rows, 2)], [*range(0, rows - 2), rows - 1]):  # attempts in turns
+            kept = [(meta, *map(bytes, own)) for meta, own in apart_again(table.kept(places))]
+            assert kept == [(metas[i], *frames[i]) for i in places]
+            arrival = table.arrival([body for body, _ in messages], places)
+            assert arrival.nbytes == sum(len(frames[i][0]) for i in places)
+            assert list(arrival.samples) == [sample for i in places for sample in made[i][0]]
     assert [tuple(map(bytes, own)) for own in run.frames] == frames
 
 
