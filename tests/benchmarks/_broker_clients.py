@@ -46,7 +46,6 @@ LINEAGE = 7
 BYTES_PER_TOKEN = 9  # i32 token, f32 log-probability, u8 mask
 EPOCH = 9
 BEAT_S = 1.0
-STEPS_PER_CHECKPOINT = 8
 ACK_EVERY, ACK_BYTES = 16, 4 * 1024 * 1024
 MESSAGES_A_TURN = 64
 PACE_S = 0.0001  # as in ``broker``
@@ -332,16 +331,17 @@ def bare(folder: str, slots: int) -> None:
             send(peer, lease, leases[peer])
 
 
-def learner(folder: str, samples: int, report: Any) -> None:
-    """Takes groups until `samples` have come after a tenth of them; tells when it begins and ends to count."""
+def learner(folder: str, samples: int, groups: int, steps: int, report: Any) -> None:
+    """Takes groups, `groups` a step, until `samples` have come after a tenth of them; tells when it begins and ends to count. After
+    every `steps` it says that a checkpoint covers them: the broker keeps samples until then."""
     line = Line(folder, "learner", "learner", 0)
     line.send(LearnerReady.KIND, pack_meta(LearnerReady(LINEAGE, None, 0, 0)))
-    phase = Phase("train", {"reverse": (0, 1.0)}, GROUPS_PER_STEP, SAMPLES_PER_GROUP)
+    phase = Phase("train", {"reverse": (0, 1.0)}, groups, SAMPLES_PER_GROUP)
     line.send(Phase.KIND, pack_meta(phase))
-    line.send(Demand.KIND, pack_meta(Demand("train", 2 * GROUPS_PER_STEP)))
+    line.send(Demand.KIND, pack_meta(Demand("train", 2 * groups)))
     batch: list[int] = []
     version = came = 0
-    warm, begun = max(samples // 10, GROUPS_PER_STEP * SAMPLES_PER_GROUP), 0.0
+    warm, begun = max(samples // 10, groups * SAMPLES_PER_GROUP), 0.0
     while True:
         message = line.take(block=True)
         assert message is not None
@@ -357,11 +357,11 @@ def learner(folder: str, samples: int, report: Any) -> None:
             sys.stdin.readline()
             return
         batch.append(_id(message[1]))
-        if len(batch) == GROUPS_PER_STEP:
+        if len(batch) == groups:
             line.send(Done.KIND, pack_meta(Done(version, batch, {}, True)))
             version, batch = version + 1, []
-            line.send(Demand.KIND, pack_meta(Demand("train", GROUPS_PER_STEP)))
-            if version % STEPS_PER_CHECKPOINT == 0:
+            line.send(Demand.KIND, pack_meta(Demand("train", groups)))
+            if version % steps == 0:
                 line.send(Covered.KIND, pack_meta(Covered(version, version, "", version)))
 
 
@@ -402,4 +402,4 @@ if __name__ == "__main__":
     elif role == "stopped":
         stopped(folder)
     else:
-        learner(folder, int(rest[0]), to_parent)
+        learner(folder, int(rest[0]), int(rest[1]), int(rest[2]), to_parent)

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 CLIENTS = Path(__file__).with_name("_broker_clients.py")
-GROUPS_PER_STEP, SAMPLES_PER_GROUP, STALENESS = 32, 16, 4
+GROUPS_PER_STEP, SAMPLES_PER_GROUP, STALENESS, STEPS_PER_CHECKPOINT = 32, 16, 4, 8
 PEERS_A_PROCESS = 256
 RECIPE = f"""
 [run]
@@ -30,7 +30,6 @@ max_steps = 1000000
 [model]
 vocabulary = "abcdef"
 [pacing]
-groups_per_step = {GROUPS_PER_STEP}
 samples_per_group = {SAMPLES_PER_GROUP}
 max_staleness = {STALENESS}
 [[domains]]
@@ -49,7 +48,9 @@ def wait_for(path: Path, child: subprocess.Popen[bytes], deadline_s: float = 30.
 
 
 @contextlib.contextmanager
-def serving(durability: str, staleness: int = STALENESS) -> Iterator[tuple[str, psutil.Process]]:
+def serving(
+    durability: str, staleness: int = STALENESS, groups: int = GROUPS_PER_STEP
+) -> Iterator[tuple[str, psutil.Process]]:
     """A real broker: the folder of its sockets, its process."""
     with tempfile.TemporaryDirectory(prefix="bench") as folder:
         recipe = Path(folder) / "bench.toml"
@@ -59,6 +60,7 @@ def serving(durability: str, staleness: int = STALENESS) -> Iterator[tuple[str, 
             [
                 *(sys.executable, "-P", "-m", "temper.broker", str(recipe), "--run", f"{folder}/run"),
                 *("--bind", f"ipc://{address}", f"--run.durability={durability}"),
+                f"--pacing.groups_per_step={groups}",
                 f"--pacing.max_staleness={staleness}",
                 f"--pacing.max_token_lag={max(staleness, 8)}",
             ],
@@ -106,14 +108,22 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def measure(
-    durability: str, samples: int, payload: int, peers: int = 4, together: int = 1, staleness: int = STALENESS
+    durability: str,
+    samples: int,
+    payload: int,
+    peers: int = 4,
+    together: int = 1,
+    staleness: int = STALENESS,
+    groups: int = GROUPS_PER_STEP,
+    steps: int = STEPS_PER_CHECKPOINT,
 ) -> dict[str, Any]:
-    """One row: `samples` of `payload` bytes from `peers` actors, `together` a message."""
-    leases = GROUPS_PER_STEP * (staleness + 1)
-    with serving(durability, staleness) as (address, broker):
+    """One row: `samples` of `payload` bytes from `peers` actors, `together` a message; a step takes `groups`, a checkpoint covers
+    `steps`. `needed_mib`: what the broker must keep, at most."""
+    leases = groups * (staleness + 1)
+    with serving(durability, staleness, groups) as (address, broker):
         apart = -(-peers // PEERS_A_PROCESS)
         actors = ("actors", address, peers // apart, -(-leases // peers), payload, together)
-        with clients(("learner", address, samples), *[actors] * apart) as (learner, *others):
+        with clients(("learner", address, samples, groups, steps), *[actors] * apart) as (learner, *others):
             begin(others)
             assert learner.stdout is not None
             said = learner.stdout.readline()
@@ -129,6 +139,7 @@ def measure(
         "messages": count,
         "peers": peers,
         "together": together,
+        "needed_mib": (leases + groups * steps) * SAMPLES_PER_GROUP * payload >> 20,
         "cpu_us": round(used / count * 1e6, 2),
         "rate": round(count / float(seconds)),
     }
@@ -158,7 +169,13 @@ def acknowledged(durability: str, messages: int, payload: int, rate: float, peer
             helper: Sequence[Any] = ("bare", address, slots)
         else:
             address, broker = stack.enter_context(serving(durability))
-            helper = ("learner", address, 100 * messages)  # goes on for longer than there will be groups
+            helper = (
+                "learner",
+                address,
+                100 * messages,
+                GROUPS_PER_STEP,
+                STEPS_PER_CHECKPOINT,
+            )  # goes on for longer than there will be groups
         other, actors = stack.enter_context(clients(helper, ("timed", address, *work)))
         processes = [psutil.Process(child.pid) for child in (other, actors)] + ([] if bare else [broker])
         assert actors.stdout is not None
