@@ -201,16 +201,18 @@ class Broker(Daemon):
         present = self.guests.id(self.core.learner or "")
         if refusal is None and hello.role == "learner" and present is not None and self.guests.is_other(present, hello):
             now, silent_s = asyncio.get_running_loop().time(), self.control.router.heard(present)
-            verdict = self._succession.ask(peer, now, now - silent_s)
-            if verdict == "wait":
+            verdict, name = self._succession.ask(peer, now, now - silent_s), self.guests.name(present)
+            if verdict == "asked":
+                log(f"learner {hello.name} waits for the place of {name}, which was heard {silent_s:.1f} s ago")
+            if verdict in ("asked", "wait"):
                 return None
             if verdict == "free":
-                log(
-                    f"{hello.role} {hello.name} takes the place of {self.guests.name(present)}: not heard for {silent_s:.1f} s"
-                )
-                self.control.router.refuse(present, "silent", f"not heard for {silent_s:.0f} s when a new learner came")
+                log(f"learner {hello.name} takes the place of {name}, which was not heard for {silent_s:.1f} s")
+                reason = f"not heard for {silent_s:.0f} s when a new learner came"
+                self.control.left(present, reason)  # before the new one joins, whatever else this turn brings
+                self.control.router.refuse(present, "silent", reason)
             else:
-                refusal = Refused("role_taken", f"this run already has a learner: {self.guests.name(present)}")
+                refusal = Refused("role_taken", f"this run already has a learner: {name}")
         if refusal is not None:
             log(f"{hello.role} {hello.name} is refused: {refusal.reason}")
             return refusal

@@ -23,20 +23,18 @@ class Succession:
         self._since = 0.0
         self._asked_at = 0.0
 
-    def ask(self, peer: PeerId, now: float, heard_at: float) -> Literal["wait", "taken", "free"]:
-        """May `peer` have the place of a learner that was last heard at `heard_at` (seconds, the clock of `now`)?"""
+    def ask(self, peer: PeerId, now: float, heard_at: float) -> Literal["asked", "wait", "taken", "free"]:
+        """May `peer` have the place of a learner that was last heard at `heard_at` (seconds, the clock of `now`)? "asked" is the
+        first "wait"."""
         if self._peer is not None and now - self._asked_at > FORGOTTEN_S:
             self._peer = None
         if self._peer not in (None, peer):
             return "taken"
-        if self._peer is None:
+        new = self._peer is None
+        if new:
             self._peer, self._since = peer, now
         self._asked_at = now
-        answer: Literal["wait", "taken", "free"] = "wait"
-        if now - heard_at >= SILENT_S:
-            answer = "free"
-        elif heard_at > self._since + LATE_S:
-            answer = "taken"
-        if answer != "wait":
-            self._peer = None
-        return answer
+        if now - heard_at < SILENT_S and heard_at <= self._since + LATE_S:
+            return "asked" if new else "wait"
+        self._peer = None
+        return "taken" if now - heard_at < SILENT_S else "free"

@@ -8,8 +8,9 @@ and with acknowledgements both ways: what came together it passes on as the brok
 ``proxy`` moves the same frames without any of that; ``direct`` is no relay at all (``_broker_relays``). Redis Streams and NATS
 JetStream carry the same acknowledged messages over loopback TCP.
 `cpu_us` is the relay's processor time a message (of the broker: a sample), all threads: the stable figure on a shared machine.
-The best of R repetitions; a rate beside the proxy's is the median over rounds that both take in turns. "acknowledged" is how long a
-sender waits at half of the broker's rate, and "a ROUTER that answers" what it would wait for a process that only answers.
+The best of R repetitions, or of 2 R + 1 rounds that rows take in turns (a rate beside the proxy's is their median). "acknowledged"
+is how long a sender waits at half of the broker's rate, and "a ROUTER that answers" what it would wait for a process that only
+answers.
 `cores` is what all processes of such a row use together: near the machine's, its latency is how long they wait for each other.
 "idle" is what an idle broker itself takes, measured while no processor halts; what it is charged on a machine that is
 otherwise idle too is shown beside what a process that does nothing is charged there for waking up as often.
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
 
     kinds = [(durability, together) for durability in ("memory", "full") for together in (1, SAMPLES_PER_GROUP)]
     proxies, pumps, *brokers = in_turns(
-        repeat,
+        2 * repeat + 1,
         partial(measure, "proxy", KIBIBYTE, n),
         partial(measure, "pump", KIBIBYTE, n),
         *(partial(real.measure, durability, n, KIBIBYTE, together=together) for durability, together in kinds),

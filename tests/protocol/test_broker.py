@@ -34,6 +34,13 @@ async def work(actor: Guest) -> None:
         await actor.peer.send(*samples(lease))
 
 
+async def chat(actor: Guest, lease: schema.Lease) -> None:
+    """An actor that always has something to say."""
+    while True:
+        await actor.peer.send(schema.Touch(lease.lease_id, lease.attempt))
+        await asyncio.sleep(0)
+
+
 def test_a_run_of_three_steps_from_lease_to_exit_code_0(tmp_path: Path) -> None:
     async def scene() -> None:
         async with stage(tmp_path) as s:
@@ -161,12 +168,15 @@ def test_a_learner_started_at_once_after_its_predecessor_was_killed_waits_for_th
     async def scene() -> None:
         async with stage(tmp_path) as s:
             first = await s.learner()
-            await first.peer.flush(60)
+            actor = await s.guest("actor", "actor-1", 1)
+            lease, _ = await actor.next(schema.Lease)
+            chatting = asyncio.create_task(chat(actor, lease))  # the broker has others to listen to in every turn
             first.peer.lose(PeerLost("killed: no goodbye"))
             second = await s.learner(lineage=2)  # before its silence can be told from a pause between two heartbeats
-            actor = await s.guest("actor", "actor-1", 2)
-            lease, _ = await actor.next(schema.Lease)
             await second.peer.send(schema.Demand("train", 1))
+            chatting.cancel()
+            while lease.lineage != 2:
+                lease, _ = await actor.next(schema.Lease)
             await actor.peer.send(*samples(lease))
             group, _ = await second.next(schema.Group)
             assert group.group_id == lease.lease_id
