@@ -21,6 +21,7 @@ from temper.broker.commits import Commits, Turn
 from temper.broker.core import BrokerCore
 from temper.broker.guests import Guests
 from temper.broker.ledger import Accepted, Ledger
+from temper.broker.messages import Messages, Uniform, by_attempt
 from temper.broker.pending import MUCH_MESSAGES, STEP_MESSAGES, Pending
 from temper.broker.reported import Reported
 from temper.broker.validate import BadSamples, check_metrics
@@ -203,7 +204,7 @@ class ControlDesk:
         metas = came.metas if isinstance(came, DeliveryRun) else (came.raw_meta,)
         self._tell(ev.Touched(key, [unpack_meta(meta, schema.Touch) for meta in metas]))
 
-    def _take_samples(self, run: intake.Messages) -> None:
+    def _take_samples(self, run: Messages) -> None:
         """Samples in the order in which they came: read, check, decide and keep as many as possible at once."""
         try:
             bodies = intake.read_all(run.metas)
@@ -261,7 +262,7 @@ class ControlDesk:
         finally:
             self._deciding = False
 
-    def _readable(self, run: intake.Messages) -> tuple[intake.Messages, list[intake.Intake]]:
+    def _readable(self, run: Messages) -> tuple[Messages, list[intake.Intake]]:
         """What of a run can be read; who sent the rest is refused."""
         read: dict[int, intake.Intake] = {}
         for i, meta in enumerate(run.metas):
@@ -287,9 +288,9 @@ class ControlDesk:
 
     def _keep(
         self,
-        run: intake.Messages,
+        run: Messages,
         bodies: list[intake.Intake],
-        source: intake.Messages | intake.Uniform | None = None,
+        source: Messages | Uniform | None = None,
         joined: bool = True,
     ) -> None:
         """Tell the core of good samples and store what it accepts; those of one attempt together, if they are `joined`. `source`:
@@ -297,7 +298,7 @@ class ControlDesk:
         if not bodies:
             return
         source = source or run
-        places = intake.by_attempt(run.keys, bodies) if joined else [range(i, i + 1) for i in range(len(bodies))]
+        places = by_attempt(run.keys, bodies) if joined else [range(i, i + 1) for i in range(len(bodies))]
         arrivals = [source.arrival(bodies, place) for place in places]
         actions = self.core.on(ev.SamplesBatch(arrivals), time.monotonic())
         turn = self.commits.turn

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from temper.broker import intake
 from temper.broker.events import PeerKey
+from temper.broker.messages import Messages
 from temper.common.delivery import Arrival, DeliveryRun
 
 EVERY_S = 0.002
@@ -51,10 +51,10 @@ class Pending:
             return 0.0
         return max(self._next_at - now, 0.0)
 
-    def take(self, now: float, most: int | None = None) -> intake.Messages:
+    def take(self, now: float, most: int | None = None) -> Messages:
         """The oldest of them, to be decided about now: whole deliveries, up to that with which they are `most` messages; all of
         them without it."""
-        found = intake.Messages()
+        found = Messages()
         while self._came and (most is None or len(found.keys) < most):
             key, came = self._came.popleft()
             found.add(key, came)

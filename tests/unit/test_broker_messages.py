@@ -18,6 +18,7 @@ from temper.broker.bulk import BulkDesk
 from temper.broker.bundle import BUNDLE_LIMIT_BYTES, BundleStore, digest
 from temper.broker.guests import Guests
 from temper.broker.leases import LeaseRecord
+from temper.broker.messages import Messages
 from temper.broker.packed import apart as apart_again
 from temper.broker.validate import BadSamples, check, check_metrics
 from temper.common import burst, schema
@@ -322,7 +323,7 @@ def test_a_run_is_one_table_if_nothing_is_wrong_with_any_of_its_messages(
     messages = [read(*each) for each in made]
     metas = [pack_meta(schema.Samples(7, 1, 1, samples, pack_arrays(values)[0])) for samples, values in made]
     frames = [tuple(map(bytes, own)) for _, own in messages]
-    run = intake.Messages()
+    run = Messages()
     if apart or max(map(len, frames)) > 1:
         for meta, own in zip(metas, frames, strict=True):
             size = len(meta) + sum(map(len, own))
