@@ -37,6 +37,7 @@ from temper.common.schema import Hello, Refused, Role, Welcome
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 CLOSE_S = 30.0
+INTAKE_BYTES = 32 * 1024 * 1024  # what each peer may have sent that is not on disk yet, and the largest message on the control socket
 ADDRESS_FILE = "broker.addr"
 FOLLOW_WEIGHTS: tuple[Role, ...] = ("actor", "eval", "learner", "broker")  # who hears of new versions; "broker": relays
 EXIT_ERRORS: dict[int, type[TemperError]] = {1: TemperError, 2: RunFailed, 3: PeerLost}
@@ -120,6 +121,7 @@ class Broker(Daemon):
             welcome=self._welcome,
             keys=self.keys,
             lazy=LAZY,
+            window_bytes=INTAKE_BYTES,
             silence_s=SILENCE_S,
         )
         self.bulk.router = Router(

@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from broker_stage import Guest, Stage, play, samples, stage
 from temper.broker.ahead import SPARE_IDS
+from temper.broker.daemon import INTAKE_BYTES
 from temper.common import schema
 from temper.common.arrays import unpack_arrays
-from temper.common.errors import ConfigError, PeerLost, TemperError
+from temper.common.errors import ConfigError, PeerLost, ProtocolError, TemperError
 from temper.common.schema import pack_frames, unpack_frames
 
 
@@ -181,6 +182,22 @@ def test_a_learner_started_at_once_after_its_predecessor_was_killed_waits_for_th
             group, _ = await second.next(schema.Group)
             assert group.group_id == lease.lease_id
             assert [p.name for p in (await s.status()).peers if p.role == "learner"] == ["learner"]
+
+    play(scene)
+
+
+def test_what_a_peer_may_have_under_way_is_bounded_and_a_larger_message_fails_at_its_sender(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with stage(tmp_path) as s:
+            await s.learner()
+            actor = await s.guest("actor", "actor-1", 1)
+            lease, _ = await actor.next(schema.Lease)
+            body, _ = samples(lease)
+            frame = bytes(INTAKE_BYTES // 2)
+            with pytest.raises(ProtocolError, match=f"the peer takes at most {INTAKE_BYTES} at once: split it"):
+                await actor.peer.send(body, [frame, frame])
+            await actor.peer.send(*samples(lease))  # nothing is lost
+            await actor.peer.flush(60)
 
     play(scene)
 
