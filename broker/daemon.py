@@ -37,7 +37,7 @@ from temper.common.schema import Hello, Refused, Role, Welcome
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 CLOSE_S = 30.0
-INTAKE_BYTES = 32 * 1024 * 1024  # what each peer may have sent that is not on disk yet, and the largest message on the control socket
+INTAKE_BYTES = 32 * 1024 * 1024  # what each peer may have sent that is not on disk yet; no message may be larger
 ADDRESS_FILE = "broker.addr"
 FOLLOW_WEIGHTS: tuple[Role, ...] = ("actor", "eval", "learner", "broker")  # who hears of new versions; "broker": relays
 EXIT_ERRORS: dict[int, type[TemperError]] = {1: TemperError, 2: RunFailed, 3: PeerLost}
