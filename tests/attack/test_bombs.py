@@ -11,7 +11,8 @@ ROOM = {"memory_bytes": 256 << 20}
 ATTACKS = {
     # processes
     "fork_bomb": Attack("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "timeout", limits=ROOM),
-    "fork_bomb_in_bash": Attack(":(){ :|:& };:", "ok", language="bash"),
+    # in the background: a shell that finds no room for a fork of its own tries again for longer than it may run
+    "fork_bomb_in_bash": Attack(":(){ :|:& };: &", "ok", language="bash"),
     "fork_bomb_that_leaves_sessions": Attack(
         "import os\nwhile True:\n    try:\n        if not os.fork(): os.setsid()\n    except OSError: pass",
         "timeout",
