@@ -22,7 +22,7 @@ from temper.broker.core import BrokerCore
 from temper.broker.guests import Guests
 from temper.broker.ledger import Accepted, Ledger
 from temper.broker.messages import Messages, Uniform, by_attempt
-from temper.broker.pending import MUCH_MESSAGES, STEP_MESSAGES, Pending
+from temper.broker.pending import STEP_MESSAGES, Pending
 from temper.broker.reported import Reported
 from temper.broker.validate import BadSamples, check_metrics
 from temper.common import schema
@@ -232,7 +232,7 @@ class ControlDesk:
         if self.commits.at_once:
             self._acknowledge(self.commits.turn)
             left_s = pending.left_s(time.monotonic())
-            if left_s or STEP_MESSAGES < len(pending) < MUCH_MESSAGES:
+            if left_s or (len(pending) > STEP_MESSAGES and not pending.much):
                 if self._step is None:
                     self._step = asyncio.get_running_loop().call_later(left_s, self._decide_some)
                 return

@@ -45,11 +45,14 @@ class Pending:
             self._messages += sign
             self._nbytes += sign * came.size
 
+    @property
+    def much(self) -> bool:
+        """Whether too much waits for any of it to wait longer: nothing else bounds it."""
+        return self._messages >= MUCH_MESSAGES or self._nbytes >= MUCH_BYTES
+
     def left_s(self, now: float) -> float:
         """How long they may wait for others: 0 if they are due."""
-        if self._messages >= MUCH_MESSAGES or self._nbytes >= MUCH_BYTES:
-            return 0.0
-        return max(self._next_at - now, 0.0)
+        return 0.0 if self.much else max(self._next_at - now, 0.0)
 
     def take(self, now: float, most: int | None = None) -> Messages:
         """The oldest of them, to be decided about now: whole deliveries, up to that with which they are `most` messages; all of

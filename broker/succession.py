@@ -16,7 +16,7 @@ FORGOTTEN_S = 2.0  # who has not asked for so long does not ask any more
 
 
 class Succession:
-    """The learner that asks for the place; one at a time."""
+    """Learners that ask for the place, one at a time: others wait until the first was answered, or asks no more."""
 
     def __init__(self) -> None:
         self._peer: PeerId | None = None
@@ -29,7 +29,7 @@ class Succession:
         if self._peer is not None and now - self._asked_at > FORGOTTEN_S:
             self._peer = None
         if self._peer not in (None, peer):
-            return "taken"
+            return "wait"  # its turn comes: a learner that asks may be killed, too, and its successor be here already
         new = self._peer is None
         if new:
             self._peer, self._since = peer, now

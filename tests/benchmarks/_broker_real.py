@@ -169,13 +169,8 @@ def acknowledged(durability: str, messages: int, payload: int, rate: float, peer
             helper: Sequence[Any] = ("bare", address, slots)
         else:
             address, broker = stack.enter_context(serving(durability))
-            helper = (
-                "learner",
-                address,
-                100 * messages,
-                GROUPS_PER_STEP,
-                STEPS_PER_CHECKPOINT,
-            )  # goes on for longer than there will be groups
+            goes_on = 100 * messages  # for longer than there will be groups
+            helper = ("learner", address, goes_on, GROUPS_PER_STEP, STEPS_PER_CHECKPOINT)
         other, actors = stack.enter_context(clients(helper, ("timed", address, *work)))
         processes = [psutil.Process(child.pid) for child in (other, actors)] + ([] if bare else [broker])
         assert actors.stdout is not None

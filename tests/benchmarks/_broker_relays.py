@@ -27,7 +27,7 @@ from temper.common.sockets import routing_id
 from temper.common.wire import encode, pack_fields, pack_meta, unpack_fields, unpack_meta
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _broker_clients import NOBLOCK, receive, transmit
+from _broker_clients import NOBLOCK, PACE_S, receive, transmit
 
 KIBIBYTE, MEBIBYTE = 1024, 1024 * 1024
 EPOCH = 9
@@ -35,7 +35,6 @@ ACK_EVERY = 64  # as often as a Peer does, about
 ACK_BYTES = 4 * MEBIBYTE
 TURN = 16  # samples of a lease, about: what an actor has at once
 BODY = pack_meta(Samples(5, 1, 7, [SampleMeta(0, "stop", 1.0, True, {"exact": 1.0}, "ok", [(7, 1, 16)])], []))
-PACE_S = 0.0001  # what is due goes out so often: a sender that looks all the time keeps one of two cores from what it measures
 CREDIT = 2**40
 CONSUMER_WINDOW = 4096
 CONSUMER_BYTES = 64 * MEBIBYTE

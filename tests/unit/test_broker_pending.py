@@ -179,6 +179,19 @@ def test_a_long_row_is_decided_about_step_by_step_and_all_of_it_before_what_depe
     asyncio.run(play())
 
 
+def test_many_bytes_do_not_wait_however_many_messages_they_are(tmp_path: Path) -> None:
+    """What waits is acknowledged, so that no credit bounds it."""
+
+    async def play() -> None:
+        desk, (first, *_) = await _ready(tmp_path)
+        desk.desk.on_batch([first] * (STEP_MESSAGES + 1))
+        assert len(desk.desk._pending) == STEP_MESSAGES + 1
+        desk.desk.on_batch([msgspec.structs.replace(first, size=MUCH_BYTES)])
+        assert not len(desk.desk._pending) and desk.desk._step is None
+
+    asyncio.run(play())
+
+
 def test_one_that_cannot_be_read_ends_its_sender_and_the_others_are_kept(tmp_path: Path) -> None:
     async def play() -> None:
         desk, samples = await _ready(tmp_path)

@@ -40,10 +40,33 @@ def test_a_killed_learner_s_place_is_free_however_early_its_successor_asks(
     assert answer == "free" and took_s <= SILENT_S + LATE_S + HELLO_S
 
 
+@given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=6))
+def test_the_last_of_a_row_of_killed_learners_gets_the_place(lives_s: list[float]) -> None:
+    """Each is killed while it asks, after so many seconds at most, and the next asks at once."""
+    place, now = Succession(), 100.0
+    for number, life_s in enumerate(lives_s):
+        end, answer = now + life_s, "wait"
+        while now < end and answer not in ("free", "taken"):
+            answer = place.ask(b"%d" % number, now, 100.0)
+            now += HELLO_S
+        assert answer != "taken"
+        if answer == "free":
+            return
+    answer = "wait"
+    end = now + FORGOTTEN_S + BOUND_S
+    while now < end and answer not in ("free", "taken"):
+        answer = place.ask(b"last", now, 100.0)
+        now += HELLO_S
+    assert answer == "free"
+
+
 def test_one_asks_at_a_time_and_one_that_stopped_asking_is_forgotten() -> None:
     place = Succession()
     assert place.ask(b"one", 10.0, 9.9) == "asked"
     assert place.ask(b"one", 10.05, 9.9) == "wait"
-    assert place.ask(b"two", 10.1, 9.9) == "taken"
-    assert place.ask(b"two", 10.0 + FORGOTTEN_S + 0.1, 10.2) == "asked"
-    assert place.ask(b"one", 10.0 + FORGOTTEN_S + 0.2, 10.2) == "taken"
+    assert place.ask(b"two", 10.1, 9.9) == "wait"
+    assert place.ask(b"two", 10.1 + FORGOTTEN_S, 10.2) == "asked"
+    assert place.ask(b"one", 10.2 + FORGOTTEN_S, 10.2) == "wait"
+    assert place.ask(b"two", 10.3 + FORGOTTEN_S, 10.2 + FORGOTTEN_S) == "wait"
+    assert place.ask(b"two", 10.4 + FORGOTTEN_S, 10.4 + FORGOTTEN_S) == "wait"
+    assert place.ask(b"two", 11.3 + FORGOTTEN_S, 11.2 + FORGOTTEN_S) == "taken"
