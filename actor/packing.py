@@ -10,16 +10,18 @@ import numpy as np
 import numpy.typing as npt
 from temper.actor.episodes import SampleOut
 from temper.common.arrays import pack_arrays
+from temper.common.credit import INTAKE_BYTES
 from temper.common.errors import TemperError
 from temper.common.schema import Lease, Samples
-from temper.common.wire import META_LIMIT_BYTES
+from temper.common.wire import FRAME_LIMIT_BYTES, META_LIMIT_BYTES
 
 META_ROOM_BYTES = META_LIMIT_BYTES - 2048  # the rest is for what surrounds the samples' metas
 MESSAGE_BYTES = 4 * 1024 * 1024  # array bytes of one message, unless a single sample has more
+SAMPLE_BYTES = INTAKE_BYTES - 2 * META_LIMIT_BYTES  # array bytes of that one
 
 
 class OversizedSample(TemperError):
-    """A sample whose facts do not fit any message."""
+    """A sample whose facts or arrays do not fit any message."""
 
 
 def pack_samples(lease: Lease, samples: Sequence[SampleOut]) -> list[tuple[Samples, list[memoryview]]]:
@@ -27,9 +29,15 @@ def pack_samples(lease: Lease, samples: Sequence[SampleOut]) -> list[tuple[Sampl
     batches: list[list[SampleOut]] = []
     meta_bytes = array_bytes = 0
     for sample in samples:
-        meta, arrays = len(msgspec.msgpack.encode(sample.meta)), _nbytes(sample)
+        meta, sizes = len(msgspec.msgpack.encode(sample.meta)), _sizes(sample)
+        arrays = sum(sizes)
         if meta > META_ROOM_BYTES:
             raise OversizedSample(f"sample {sample.meta.index}: facts of {meta} bytes, at most {META_ROOM_BYTES}")
+        if arrays > SAMPLE_BYTES or max(sizes) > FRAME_LIMIT_BYTES:
+            raise OversizedSample(
+                f"sample {sample.meta.index} of {len(sample.tokens)} tokens: arrays of {arrays} bytes, the largest "
+                f"{max(sizes)}, at most {SAMPLE_BYTES} and {FRAME_LIMIT_BYTES}: sample fewer tokens, or from fewer candidates"
+            )
         if not batches or meta_bytes + meta > META_ROOM_BYTES or array_bytes + arrays > MESSAGE_BYTES:
             batches.append([])
             meta_bytes = array_bytes = 0
@@ -38,10 +46,10 @@ def pack_samples(lease: Lease, samples: Sequence[SampleOut]) -> list[tuple[Sampl
     return [_message(lease, batch) for batch in batches]
 
 
-def _nbytes(sample: SampleOut) -> int:
-    support = sum(array.nbytes for array in sample.support) if sample.support else 0
-    experts = sample.experts.nbytes if sample.experts is not None else 0
-    return sample.tokens.nbytes + sample.logprobs.nbytes + sample.mask.nbytes + support + experts
+def _sizes(sample: SampleOut) -> list[int]:
+    """Bytes of each array."""
+    arrays = [sample.tokens, sample.logprobs, sample.mask, *(sample.support or ())]
+    return [array.nbytes for array in arrays] + ([sample.experts.nbytes] if sample.experts is not None else [])
 
 
 def _message(lease: Lease, batch: list[SampleOut]) -> tuple[Samples, list[memoryview]]:

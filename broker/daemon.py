@@ -21,6 +21,7 @@ from temper.broker.weight_desk import WeightDesk
 from temper.broker.weights import WeightStore
 from temper.common import metrics, schema
 from temper.common.config import Recipe
+from temper.common.credit import INTAKE_BYTES
 from temper.common.daemon import Daemon
 from temper.common.errors import ConfigError, PeerLost, RunFailed, TemperError
 from temper.common.keys import BrokerKeys
@@ -37,7 +38,6 @@ from temper.common.schema import Hello, Refused, Role, Welcome
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 CLOSE_S = 30.0
-INTAKE_BYTES = 32 * 1024 * 1024  # what each peer may have sent that is not on disk yet; no message may be larger
 ADDRESS_FILE = "broker.addr"
 FOLLOW_WEIGHTS: tuple[Role, ...] = ("actor", "eval", "learner", "broker")  # who hears of new versions; "broker": relays
 EXIT_ERRORS: dict[int, type[TemperError]] = {1: TemperError, 2: RunFailed, 3: PeerLost}

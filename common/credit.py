@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 WINDOW_MESSAGES = 1024
 WINDOW_BYTES = 64 * 1024 * 1024
+INTAKE_BYTES = 32 * 1024 * 1024
+"""The window of the broker's control socket: under way from each peer, not on disk yet. No message may be larger."""
 SEND_MESSAGES = 4096
 SEND_BYTES = 256 * 1024 * 1024
 RESEND_S = 1.0

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from broker_stage import Guest, Stage, play, samples, stage
 from temper.broker.ahead import SPARE_IDS
-from temper.broker.daemon import INTAKE_BYTES
 from temper.common import schema
 from temper.common.arrays import unpack_arrays
+from temper.common.credit import INTAKE_BYTES
 from temper.common.errors import ConfigError, PeerLost, ProtocolError, TemperError
 from temper.common.schema import pack_frames, unpack_frames
 

@@ -17,15 +17,16 @@ from temper.actor import episodes
 from temper.actor.catalog import DomainRefused, check_allowed, check_domain, load_domain
 from temper.actor.engines.base import Cancel, Counts, EngineCaps, GenerateRequest, Generation
 from temper.actor.episodes import LeaseResult, run_lease
-from temper.actor.packing import META_ROOM_BYTES, OversizedSample, pack_samples
+from temper.actor.packing import META_ROOM_BYTES, SAMPLE_BYTES, OversizedSample, pack_samples
 from temper.actor.text import Text
 from temper.common.arrays import unpack_arrays
 from temper.common.config import DomainConfig, Model, Recipe, Sampling
 from temper.common.config import Engine as EngineConfig
+from temper.common.credit import INTAKE_BYTES
 from temper.common.domains import Completion, Driver, Grader, Score, SingleTurn, Split, Task, derive_seed
 from temper.common.errors import ConfigError, EngineError
 from temper.common.schema import Lease, SandboxJob, Verdict, Version
-from temper.common.wire import META_LIMIT_BYTES, pack_meta
+from temper.common.wire import FRAME_LIMIT_BYTES, META_LIMIT_BYTES, pack_meta
 from temper.learner.models import character_tokenizer
 
 TEXT = Text(
@@ -364,6 +365,30 @@ def test_many_samples_are_split_below_the_metas_limit() -> None:
     result = run(Toy(lambda task, completion: Score(1.0, True, huge)))
     with pytest.raises(OversizedSample, match=str(META_ROOM_BYTES)):
         pack_samples(LEASE, result.samples)
+
+
+@pytest.mark.parametrize(
+    ("ids", "experts", "fits"),
+    [
+        (FRAME_LIMIT_BYTES, 0, True),
+        (FRAME_LIMIT_BYTES, SAMPLE_BYTES - FRAME_LIMIT_BYTES - 1024, True),
+        (FRAME_LIMIT_BYTES + 4, 0, False),
+        (FRAME_LIMIT_BYTES, FRAME_LIMIT_BYTES, False),
+    ],
+)
+def test_a_sample_is_as_large_as_the_broker_takes_or_refused_with_its_size(ids: int, experts: int, fits: bool) -> None:
+    (sample,) = run(Toy(), msgspec.structs.replace(LEASE, indices=[0])).samples
+    offsets = np.linspace(0, ids // 4, len(sample.tokens) + 1).astype(np.int64)
+    routed = np.zeros(experts // 2, np.int16) if experts else None
+    sample = replace(sample, support=(np.zeros(ids // 4, np.int32), offsets), experts=routed)
+    if fits:
+        ((body, frames),) = pack_samples(LEASE, [sample])
+        assert len(pack_meta(body)) + sum(frame.nbytes for frame in frames) <= INTAKE_BYTES
+    else:
+        with pytest.raises(
+            OversizedSample, match=f"at most {SAMPLE_BYTES} and {FRAME_LIMIT_BYTES}: sample fewer tokens"
+        ):
+            pack_samples(LEASE, [sample])
 
 
 # ---------------------------------------------------------------- the catalog
