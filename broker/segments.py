@@ -41,7 +41,7 @@ class Ref(NamedTuple):
     length: int
 
 
-Chunk = tuple[int, list[Any]]  # segment, buffers to append to it
+Chunk = tuple[int, list[Any]]  # segment, the buffers of a record to append to it
 
 
 class SegmentLog:
@@ -88,11 +88,8 @@ class SegmentLog:
             buffers = [b"".join([head, *buffers])]
         else:
             buffers.insert(0, head)
-        checksum = 0
-        for buffer in buffers:
-            checksum = zlib.crc32(buffer, checksum)
         ref = Ref(self._current, self._size, _PREFIX.size + size)
-        self._queue.append((self._current, [_PREFIX.pack(MAGIC, checksum), *buffers]))
+        self._queue.append((self._current, buffers))
         self._size += ref.length
         self.live[ref.segment] += 1
         return ref
@@ -110,6 +107,10 @@ class SegmentLog:
                 self._flush(pending)
                 pending = []
                 self._roll(segment)
+            checksum = 0  # here and not in `append`: it takes no lock from the loop's thread
+            for buffer in buffers:
+                checksum = zlib.crc32(buffer, checksum)
+            pending.append(_PREFIX.pack(MAGIC, checksum))
             pending += buffers
         self._flush(pending)
 

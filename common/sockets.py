@@ -182,6 +182,11 @@ def connect(address: Address, kind: SocketKind, identity: bytes, keys: PeerKeys 
     return socket
 
 
+def use_io_threads(count: int) -> None:
+    """Let ZeroMQ move bytes in that many threads. Call it before the process's first socket; later it does nothing."""
+    zmq.Context.instance().set(zmq.IO_THREADS, count)
+
+
 def _socket(kind: Any, address: Address) -> Socket:
     socket: Socket = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
