@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 from temper.actor.episodes import SampleOut
 from temper.common.arrays import pack_arrays
-from temper.common.credit import INTAKE_BYTES
+from temper.common.credit import LARGEST_BYTES
 from temper.common.errors import TemperError
 from temper.common.schema import Lease, Samples
 from temper.common.wire import FRAME_LIMIT_BYTES, META_LIMIT_BYTES
 
 META_ROOM_BYTES = META_LIMIT_BYTES - 2048  # the rest is for what surrounds the samples' metas
 MESSAGE_BYTES = 4 * 1024 * 1024  # array bytes of one message, unless a single sample has more
-SAMPLE_BYTES = INTAKE_BYTES - 2 * META_LIMIT_BYTES  # array bytes of that one
+SAMPLE_BYTES = LARGEST_BYTES - 2 * META_LIMIT_BYTES  # array bytes of that one
 
 
 class OversizedSample(TemperError):

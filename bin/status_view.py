@@ -247,7 +247,8 @@ def _cells(peer: PeerStatus, *, wide: bool) -> list[Text]:
         Text(f"{peer.in_flight}/{peer.slots}" if peer.slots else str(peer.in_flight) if peer.in_flight else "-"),
     ]
     progress = clean(peer.progress) or "-"
-    waits = clean(peer.waiting_for)
+    room = f"broker: room for {size(peer.blocked_bytes)}" if peer.blocked_bytes else ""
+    waits = "; ".join(filter(None, [room, clean(peer.waiting_for)]))
     cells.append(Text(age(peer.progress_age_s) if peer.progress else "-"))
     if not wide:
         return [*cells, Text(f"waits for {waits}" if waits else progress)]

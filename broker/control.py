@@ -194,6 +194,8 @@ class ControlDesk:
             case schema.Goodbye():
                 self.commits.turn.leaving.append(delivery.peer)  # acknowledged with the turn, then forgotten
                 self._leave(delivery.peer, f"goodbye ({body.reason})", clean=body.exit_code == 0)
+            case schema.Unneeded():
+                pass  # the router has heeded it
             case schema.Holding() if body.epoch != self.router.epoch:
                 pass  # told to an incarnation that is gone: another one follows
             case _:

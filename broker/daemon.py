@@ -20,8 +20,9 @@ from temper.broker.succession import Succession
 from temper.broker.weight_desk import WeightDesk
 from temper.broker.weights import WeightStore
 from temper.common import metrics, schema
+from temper.common.budget import Budget
 from temper.common.config import Recipe
-from temper.common.credit import INTAKE_BYTES
+from temper.common.credit import LARGEST_BYTES
 from temper.common.daemon import Daemon
 from temper.common.errors import ConfigError, PeerLost, RunFailed, TemperError
 from temper.common.keys import BrokerKeys
@@ -31,14 +32,18 @@ from temper.common.peer_daemon import metrics_of
 from temper.common.process import uncollected
 from temper.common.pump import PeerId, Router
 from temper.common.recipe import to_json
-from temper.common.recipe_derived import leases_held
+from temper.common.recipe_derived import io_threads, leases_held
 from temper.common.reports import PeerStatus, encode
 from temper.common.schema import Hello, Refused, Role, Welcome
+from temper.common.sockets import use_io_threads
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 CLOSE_S = 30.0
 ADDRESS_FILE = "broker.addr"
+UNDER_WAY_BYTES = 96 * 1024 * 1024
+"""From all that send samples, and as much from everybody else: samples that wait for the disk hold up nobody else."""
+SAMPLE: tuple[Role, ...] = ("actor", "eval")
 FOLLOW_WEIGHTS: tuple[Role, ...] = ("actor", "eval", "learner", "broker")  # who hears of new versions; "broker": relays
 EXIT_ERRORS: dict[int, type[TemperError]] = {1: TemperError, 2: RunFailed, 3: PeerLost}
 
@@ -57,6 +62,7 @@ class Broker(Daemon):
         self.started = time.monotonic()
         self.trim_every_s = 30.0
         self.many_messages = True
+        self._sampling, self._others = Budget(UNDER_WAY_BYTES, LARGEST_BYTES), Budget(UNDER_WAY_BYTES, LARGEST_BYTES)
         self._seen: dict[str, float] = {}
         self._joins: list[tuple[PeerId, Hello]] = []
         self._succession = Succession()
@@ -68,6 +74,7 @@ class Broker(Daemon):
     async def setup(self) -> None:
         """Open the books, then the sockets."""
         self.finished: asyncio.Future[ev.Finish] = asyncio.get_running_loop().create_future()
+        use_io_threads(io_threads(self.recipe))
         with uncollected():  # nothing of what a ledger holds is garbage
             self.ledger = self._open_ledger()
         self.guests = Guests(self.ledger.run_id)
@@ -121,7 +128,7 @@ class Broker(Daemon):
             welcome=self._welcome,
             keys=self.keys,
             lazy=LAZY,
-            window_bytes=INTAKE_BYTES,
+            budget_of=lambda hello: self._sampling if hello.role in SAMPLE else self._others,
             silence_s=SILENCE_S,
         )
         self.bulk.router = Router(
@@ -321,6 +328,7 @@ class Broker(Daemon):
             unacked_messages=router.unacknowledged(peer),
             queued_messages=queued,
             queued_bytes=queued_size,
+            blocked_bytes=router.blocked(peer),
         )
 
     def _needs(self) -> dict[str, list[str]]:

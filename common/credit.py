@@ -6,7 +6,8 @@ allowed. It holds values of type `T` (frames, usually) in its resend window unti
 
 - Sequences start at 1 and count the sender's messages since the handshake.
 - Credit is cumulative: an acknowledgement carries how many messages and bytes may have been sent *in all*, so a lost
-  one costs nothing. A resend uses the credit of the original.
+  one costs nothing. A resend uses the credit of the original. A sender may be allowed more bytes than its window for a
+  while (`extend`): that ends as what it sends is acknowledged.
 - A receiver that sees a hole asks for everything after its cursor again (go-back-N). Nothing acknowledged for
   `resend_s`: the last message goes out again, which uncovers a hole or a lost acknowledgement; the wait doubles up to
   `RESEND_LIMIT_S`. Acknowledgements are repeated every `REFRESH_S`.
@@ -28,8 +29,12 @@ T = TypeVar("T")
 
 WINDOW_MESSAGES = 1024
 WINDOW_BYTES = 64 * 1024 * 1024
-INTAKE_BYTES = 32 * 1024 * 1024
-"""The window of the broker's control socket: under way from each peer, not on disk yet. No message may be larger."""
+LARGEST_BYTES = 32 * 1024 * 1024
+"""Of one message on the broker's control socket."""
+URGENT_BYTES = 64 * 1024
+IDLE_BYTES = (
+    64 * 1024
+)  # of room beyond its window that a sender may leave unused: less than that is not worth a message
 SEND_MESSAGES = 4096
 SEND_BYTES = 256 * 1024 * 1024
 RESEND_S = 1.0
@@ -54,9 +59,10 @@ class Channel(Generic[T]):
 
     __slots__ = (
         "_acked_bytes",
-        "_arrived_bytes",
+        "_extended_bytes",
         "_gap",
         "_gap_answered",
+        "_given_back_at",
         "_granted_bytes",
         "_granted_messages",
         "_pending",
@@ -72,6 +78,7 @@ class Channel(Generic[T]):
         "ack_due",
         "acked",
         "acknowledged",
+        "arrived_bytes",
         "largest_bytes",
         "limit_bytes",
         "limit_messages",
@@ -101,18 +108,20 @@ class Channel(Generic[T]):
         self._acked_bytes = 0
         self._granted_messages = 0  # what the peer allowed
         self._granted_bytes = 0
+        self._given_back_at = 0  # the message that gave the rest back
         self.limit_messages = 0  # what it allowed, within our own bounds
         self.limit_bytes = 0
-        self.largest_bytes = 0  # the peer's whole window: no message may exceed it
+        self.largest_bytes = 0  # no message may exceed it: what the peer says, or its whole window
         self._wait_s = self._resend_s
         self._resend_at = float("inf")
         self._gap_answered = (-1, 0.0)  # cursor and time of the last go-back
         self.received = 0  # last of the peer's that arrived in order
         self.acknowledged = 0  # last of the peer's that we acknowledged
-        self._arrived_bytes = 0
+        self.arrived_bytes = 0
         self._pending: deque[int] = deque()  # sizes of what arrived and is not acknowledged
         self._released_messages = 0
         self._released_bytes = 0
+        self._extended_bytes = 0  # what the peer may have sent in all beyond its window
         self._gap = False
         self.ack_due = False
         self._refresh_at = float("inf")
@@ -141,6 +150,16 @@ class Channel(Generic[T]):
         self._granted_bytes = max(self._granted_bytes, limit_bytes)
         self.limit_messages = min(self._granted_messages, self.acked + SEND_MESSAGES)
         self.limit_bytes = min(self._granted_bytes, self._acked_bytes + SEND_BYTES)
+
+    def unneeded_bytes(self, window_bytes: int) -> int:
+        """What the peer, which keeps a window of `window_bytes` for us, has allowed beyond it and nothing was sent in."""
+        return self.limit_bytes - max(self.sent_bytes, self._acked_bytes + window_bytes)
+
+    def give_back(self) -> None:
+        """The message just sent says that what is allowed beyond it is not needed: it counts as not allowed until the peer has
+        that message."""
+        self._granted_bytes = self.limit_bytes = self.sent_bytes
+        self._given_back_at = self.sent
 
     def may_send(self, size: int) -> bool:
         """True if a message of `size` bytes is within the peer's credit."""
@@ -172,7 +191,7 @@ class Channel(Generic[T]):
             self.acked = ack.received
             self._wait_s = self._resend_s
             self._resend_at = now + self._wait_s if self._window else float("inf")
-        self.grant(ack.limit_messages, ack.limit_bytes)
+        self.grant(ack.limit_messages, ack.limit_bytes if ack.received >= self._given_back_at else 0)
         if not ack.gap or ack.received != self.acked or not self._window:
             return False
         cursor, at = self._gap_answered
@@ -196,16 +215,15 @@ class Channel(Generic[T]):
         self._resend_at = now + self._wait_s
         return self.sent, self._window[-1][0]
 
-    def restart(self, limit_messages: int, limit_bytes: int, now: float) -> Iterator[tuple[int, T]]:
-        """The peer is a new incarnation that knows nothing of us: number what is unacknowledged from 1 again, forget
-        the receive cursor, and return what to transmit."""
-        kept_bytes = self.unacked_bytes
+    def restart(self, limit_messages: int, limit_bytes: int, largest_bytes: int = 0) -> list[T]:
+        """The peer is a new incarnation that knows nothing of us, and takes messages of up to `largest_bytes` (0: of its window):
+        number from 1 again, forget the receive cursor, and return what was not acknowledged, to be sent before anything else."""
+        kept = [message for message, _ in self._window]
+        self._window.clear()
         self._reset()
+        self.largest_bytes = largest_bytes
         self.grant(limit_messages, limit_bytes)
-        self.sent, self.sent_bytes = len(self._window), kept_bytes
-        if self._window:
-            self._resend_at = now + self._wait_s
-        return self.resend()
+        return kept
 
     # ------------------------------------------------------------ receiving
 
@@ -217,7 +235,22 @@ class Channel(Generic[T]):
     @property
     def allowed_bytes(self) -> int:
         """How many bytes the peer may have sent in all."""
-        return self._released_bytes + self.window_bytes
+        return max(self._released_bytes + self.window_bytes, self._extended_bytes)
+
+    @property
+    def extra_bytes(self) -> int:
+        """How many of them are beyond its window."""
+        return max(self._extended_bytes - self._released_bytes - self.window_bytes, 0)
+
+    def extend(self, limit_bytes: int) -> None:
+        """Allow the peer to have sent that much in all, whatever its window."""
+        self._extended_bytes = max(self._extended_bytes, limit_bytes)
+        self.ack_due = True
+
+    def withdraw(self) -> None:
+        """The peer has given back (`give_back`) what it was allowed beyond what has come and beyond its window."""
+        self._extended_bytes = min(self._extended_bytes, self.arrived_bytes)
+        self.ack_due = True
 
     @property
     def pending(self) -> int:
@@ -232,13 +265,13 @@ class Channel(Generic[T]):
                 return DUPLICATE
             self._gap = True
             return GAP
-        if sequence > self.allowed_messages or self._arrived_bytes + size > self.allowed_bytes:
+        if sequence > self.allowed_messages or self.arrived_bytes + size > self.allowed_bytes:
             raise ProtocolError(
-                f"message {sequence} ({self._arrived_bytes + size} bytes in all) exceeds the credit of "
+                f"message {sequence} ({self.arrived_bytes + size} bytes in all) exceeds the credit of "
                 f"{self.allowed_messages} messages, {self.allowed_bytes} bytes"
             )
         self.received = sequence
-        self._arrived_bytes += size
+        self.arrived_bytes += size
         self._pending.append(size)
         self._gap = False
         return DELIVER
@@ -246,28 +279,26 @@ class Channel(Generic[T]):
     def accept_next(self, size: int) -> bool:
         """`arrive` for the message that is next in order; False, and nothing is done, if it exceeds the credit."""
         sequence = self.received + 1
-        total = self._arrived_bytes + size
-        if (
-            sequence > self._released_messages + self.window_messages
-            or total > self._released_bytes + self.window_bytes
+        total = self.arrived_bytes + size
+        if sequence > self._released_messages + self.window_messages or (
+            total > self._released_bytes + self.window_bytes and total > self._extended_bytes
         ):
             return False
         self.received = sequence
-        self._arrived_bytes = total
+        self.arrived_bytes = total
         self._pending.append(size)
         self._gap = False
         return True
 
     def accept_run(self, sizes: Sequence[int]) -> bool:
         """`accept_next` for messages that follow one another: all of them or none."""
-        sequence, total = self.received + len(sizes), self._arrived_bytes + sum(sizes)
-        if (
-            sequence > self._released_messages + self.window_messages
-            or total > self._released_bytes + self.window_bytes
+        sequence, total = self.received + len(sizes), self.arrived_bytes + sum(sizes)
+        if sequence > self._released_messages + self.window_messages or (
+            total > self._released_bytes + self.window_bytes and total > self._extended_bytes
         ):
             return False
         self.received = sequence
-        self._arrived_bytes = total
+        self.arrived_bytes = total
         self._pending.extend(sizes)
         self._gap = False
         return True
@@ -297,15 +328,12 @@ class Channel(Generic[T]):
     @property
     def ack_urgent(self) -> bool:
         """True if an acknowledgement is due that should not wait for more to join it: it answers a hole, or an eighth of
-        the window hangs on it."""
-        allowed, allowed_bytes = (
-            self._released_messages + self.window_messages,
-            self._released_bytes + self.window_bytes,
-        )
+        the window hangs on it (of a small one: half of it, or 64 KiB)."""
+        window = self.window_bytes
         return self.ack_due and (
             self._gap
-            or (allowed - self._told) * 8 >= self.window_messages
-            or (allowed_bytes - self._told_bytes) * 8 >= self.window_bytes
+            or (self.allowed_messages - self._told) * 8 >= self.window_messages
+            or self.allowed_bytes - self._told_bytes >= max(window // 8, min(window // 2, URGENT_BYTES))
         )
 
     def take_ack(self, now: float) -> Ack:

@@ -279,7 +279,7 @@ class Peer:
         for side in self._sides:
             if self.keys is not None and now - max(self._sides[0].heard_at, side.dialed_at) > REDIAL_S:
                 side.redial()
-            if not side.broker_epoch:
+            if side.greeting or not side.broker_epoch:
                 side.greet()
             else:
                 side.session.tick(now)

@@ -31,14 +31,28 @@ from typing import Any
 import msgspec
 from temper.common import burst
 from temper.common.admission import Admission
+from temper.common.budget import Budget
 from temper.common.credit import DELIVER, WINDOW_BYTES, WINDOW_MESSAGES, Channel
 from temper.common.debts import Debts
 from temper.common.delivery import Arrival, Delivery, DeliveryRun, PeerId
 from temper.common.errors import ProtocolError
 from temper.common.keys import BrokerKeys
 from temper.common.link import Link
-from temper.common.schema import BODIES, Ack, Body, Heartbeat, Hello, Refused, State, Version, Welcome
-from temper.common.session import Backlogged, Fields, Outgoing, Session, check, check_kind, decode, outgoing
+from temper.common.schema import (
+    BODIES,
+    Ack,
+    Blocked,
+    Body,
+    Heartbeat,
+    Hello,
+    Refused,
+    State,
+    Unneeded,
+    Version,
+    Welcome,
+)
+from temper.common.session import Backlogged, Fields, Session, check, check_kind, decode, outgoing
+from temper.common.sharing import Sharing
 from temper.common.sockets import SocketKind, bind, new_epoch, parse_address
 from temper.common.waiting import on_the_beat
 from temper.common.wire import FRAME_LIMIT, META_LIMIT_BYTES, header_fields, is_header, pack_meta
@@ -89,11 +103,13 @@ class Router:
         epoch: int = 0,
         window_messages: int = WINDOW_MESSAGES,
         window_bytes: int = WINDOW_BYTES,
+        budget_of: Callable[[Hello], Budget] | None = None,
         silence_s: float = SILENCE_S,
         sent_bytes: int = SENT_BYTES,
     ) -> None:
         """`on_room(peer)`: what had to queue for that peer has all been sent. `lazy`: kinds delivered undecoded, and those that
         came together as one `DeliveryRun`.
+        `budget_of(hello)`: what a peer shares with others instead of having a window of `window_bytes` of its own.
         `sent_bytes`: what all peers together may have queued or unacknowledged, about; beyond it the one with the most is
         closed. It does not hold on the bulk socket, whose frames are views of mapped files.
 
@@ -116,6 +132,7 @@ class Router:
         self._closed: OrderedDict[PeerId, Refused] = OrderedDict()
         self._answered: set[PeerId] = set()  # strangers that got their answer since the last tick
         self._debts = Debts(self._loop)
+        self._sharing = Sharing(self._loop, self._debts, budget_of)
         self._receiving = False
         self._knocks: dict[PeerId, int] = {}  # messages of peers without a session since the last tick
         self._unweighed = 0  # bytes sent since it was last looked at what all peers together have outstanding
@@ -198,9 +215,11 @@ class Router:
             return
         remote.session.channel.acknowledge(sequence, release)
         self._debts.owe(remote.session, len(self._peers))
+        self._sharing.acknowledged(remote.session)
 
     def answer(self) -> None:
         """Send the acknowledgements now that would leave with this turn."""
+        self._sharing.serve()
         self._debts.turn_over()
 
     def release(self, peer: PeerId, messages: int, size: int) -> None:
@@ -209,11 +228,17 @@ class Router:
         if remote is not None:
             remote.session.channel.release(messages, size)
             self._debts.owe(remote.session, len(self._peers))
+            self._sharing.acknowledged(remote.session)
 
     def backlog(self, peer: PeerId) -> tuple[int, int]:
         """(messages, bytes) that wait for the peer's credit; (0, 0) for one that is gone."""
         remote = self._peers.get(peer)
         return (remote.session.queued, remote.session.queued_bytes) if remote is not None else (0, 0)
+
+    def blocked(self, peer: PeerId) -> int:
+        """Bytes that the peer has to send and has asked for room for (`budget_of`)."""
+        remote = self._peers.get(peer)
+        return self._sharing.blocked(remote.session) if remote is not None else 0
 
     def unacknowledged(self, peer: PeerId) -> int:
         """Messages sent to the peer that it has not acknowledged."""
@@ -245,7 +270,7 @@ class Router:
 
     def forget(self, peer: PeerId, reason: str = "the session was closed") -> None:
         """Drop a peer that said goodbye, or whose other socket was closed; `on_closed` is not called."""
-        remote = self._peers.pop(peer, None)
+        remote = self._part(peer)
         if remote is not None:
             remote.session.acknowledge(self._loop.time())
             self._remember(peer, Refused("closed", reason))
@@ -287,8 +312,10 @@ class Router:
                 self._on_batch(batch)
             self._report_closures()
         finally:
-            self._receiving = self._debts.in_turn = False
+            self._receiving = False
             self._link.flush()  # what was passed on goes before the answers
+            self._sharing.serve()
+            self._debts.in_turn = False
             self._debts.turn_over(size, None if quiet else self._link.behind)
 
     def _usual(self, parts: list[Any], batch: list[Arrival], now: float) -> int:
@@ -333,6 +360,9 @@ class Router:
                     if remote.session.on_ack(decode(Ack, parts[2]), now) and self._on_room is not None:
                         self._on_room(peer)
                     return size
+                if kind is Blocked:
+                    self._sharing.ask(remote.session, decode(Blocked, parts[2]))
+                    return size
                 if flags:
                     self._take_burst(remote, kind, fields, parts, batch)
                     return size
@@ -343,6 +373,8 @@ class Router:
                     self._debts.owe(remote.session, len(self._peers))
                 else:
                     batch.append(delivery)
+                    if kind is Unneeded:
+                        self._sharing.give_back(remote.session)
             return size
         except ProtocolError as error:
             self.refuse(peer, "malformed", str(error))
@@ -396,12 +428,14 @@ class Router:
         if isinstance(answer, Refused):
             self.refuse(peer, answer.code, answer.reason)
             return
-        channel: Channel[Outgoing] = Channel(*self._window)
+        channel, largest_bytes = self._sharing.channel(hello, *self._window)
         channel.grant(hello.limit_messages, hello.limit_bytes)
         session = Session(self._link, peer, self.epoch, channel)
+        answer = msgspec.structs.replace(answer, largest_bytes=largest_bytes)
         remote = _Remote(session, epoch, hello, answer, self._link.user() if self._keys else "")
         remote.heard_at = now
         self._peers[peer] = remote
+        self._sharing.join(session, hello)
         self._let_in(remote)
 
     def _let_in(self, remote: _Remote) -> None:
@@ -436,8 +470,14 @@ class Router:
     def _shut(self, peer: PeerId, answer: Refused) -> None:
         self._remember(peer, answer)
         self._answer(peer, answer)
-        if self._peers.pop(peer, None) is not None:
+        if self._part(peer) is not None:
             self._closures.append((peer, answer.reason))
+
+    def _part(self, peer: PeerId) -> _Remote | None:
+        remote = self._peers.pop(peer, None)
+        if remote is not None:
+            self._sharing.leave(remote.session)
+        return remote
 
     def _report_closures(self) -> None:
         while self._closures:
@@ -450,6 +490,8 @@ class Router:
         self._timer = on_the_beat(self._loop, HEARTBEAT_S, self._tick)
         self._answered.clear()
         self._knocks.clear()
+        for session, text in list(self._sharing.unused()):
+            self.refuse(session.peer, "overflow", text)
         beat = outgoing(Heartbeat.KIND, pack_meta(self._beat), (), 0)
         for remote in list(self._peers.values()):
             if late > HEARTBEAT_S:

@@ -47,6 +47,7 @@ class PeerStatus(msgspec.Struct, frozen=True):
     unacked_messages: int = 0  # messages sent to it and not acknowledged yet
     queued_messages: int = 0  # messages that wait for its credit
     queued_bytes: int = 0  # bytes of those
+    blocked_bytes: int = 0  # bytes that it has to send and that wait for room in the broker
 
 
 class LagStatus(msgspec.Struct, frozen=True):

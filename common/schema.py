@@ -83,6 +83,7 @@ class Welcome(Body, frozen=True):
     received: int = 0
     limit_messages: int = 0
     limit_bytes: int = 0
+    largest_bytes: int = 0  # of one message; who has no credit for one asks by Blocked. 0: limit_bytes, and nobody asks
 
 
 class Refused(Body, frozen=True):
@@ -127,6 +128,23 @@ class Ack(Body, frozen=True):
     limit_messages: int
     limit_bytes: int
     gap: bool = False
+
+
+class Blocked(Body, frozen=True):
+    """peer -> B: messages wait here for credit in bytes. The first needs a `limit_bytes` of `least`; `more` are those with which
+    others could leave too, ascending. Repeated every second while it is so; answered by an Ack."""
+
+    KIND: ClassVar[int] = 12
+    RELIABLE: ClassVar[bool] = False
+    least: int
+    more: list[int] = []
+
+
+class Unneeded(Body, frozen=True):
+    """peer -> B: what it may send beyond this message, and beyond its window, is given back: what it had asked for it for was
+    cancelled. Reliable, so that both ends count from the same message."""
+
+    KIND: ClassVar[int] = 13
 
 
 class Drain(Body, frozen=True):

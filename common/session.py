@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import msgspec
 from temper.common import burst
-from temper.common.credit import Channel
+from temper.common.credit import IDLE_BYTES, Channel
 from temper.common.errors import ProtocolError
 from temper.common.link import Link
-from temper.common.schema import BODIES, Ack, Body
+from temper.common.schema import BODIES, Ack, Blocked, Body, Unneeded
 from temper.common.wire import (
     FRAME_LIMIT,
     FRAME_LIMIT_BYTES,
@@ -34,6 +34,7 @@ B = TypeVar("B", bound=Body)
 
 QUEUE_MESSAGES = 65_536
 QUEUE_BYTES = 256 * 1024 * 1024
+ASK_BYTES = 16 * 1024 * 1024  # room that is asked for at once, unless the first message needs more
 
 
 class Backlogged(ProtocolError):
@@ -69,7 +70,20 @@ def outgoing(kind: int, meta: bytes, frames: Sequence[Any], version: int) -> Out
 class Session:
     """`peer` is the routing id on a ROUTER, empty on a DEALER; `epoch` this process's incarnation."""
 
-    __slots__ = ("_burst", "_burst_bytes", "_burst_last", "_link", "_queue", "channel", "epoch", "peer", "queued_bytes")
+    __slots__ = (
+        "_asked",
+        "_asks",
+        "_burst",
+        "_burst_bytes",
+        "_burst_last",
+        "_floor",
+        "_link",
+        "_queue",
+        "channel",
+        "epoch",
+        "peer",
+        "queued_bytes",
+    )
 
     def __init__(self, link: Link, peer: bytes, epoch: int, channel: Channel[Outgoing]) -> None:
         self._link = link
@@ -78,6 +92,9 @@ class Session:
         self.channel = channel
         self._queue: deque[Outgoing] = deque()
         self.queued_bytes = 0
+        self._asks = False  # the peer gives room to who asks for it
+        self._asked = 0  # the limit that the first message waits for
+        self._floor = 0  # the window that the peer keeps for us without being asked
         self._burst: list[Outgoing] = []  # sent as far as the channel knows; leaves with this turn
         self._burst_bytes = self._burst_last = 0
 
@@ -118,6 +135,7 @@ class Session:
             raise Backlogged(
                 f"message of {message.size} bytes, but the peer takes at most {channel.largest_bytes} at once: split it"
             )
+        self._drop_cancelled()
         if not self._queue and (sequence := channel.send(message, message.size, now)):
             self._transmit(sequence, message)
             return True
@@ -128,6 +146,7 @@ class Session:
             )
         self._queue.append(message)
         self.queued_bytes += message.size
+        self._ask()
         return False
 
     def push(self, now: float) -> bool:
@@ -135,21 +154,65 @@ class Session:
         queue, channel = self._queue, self.channel
         if not queue:
             return False
+        self._drop_cancelled()
+        self._ask()  # before what can leave now, so that the answer comes while that is on its way
         while queue:
             message = queue[0]
-            waiter = message.waiter
-            if waiter is not None and waiter.done():  # its sender gave up
-                self._drop_first()
-                continue
             sequence = channel.send(message, message.size, now)
             if not sequence:
                 return False
             self._drop_first()
             self._transmit(sequence, message)
-            if waiter is not None:
+            if message.waiter is not None:
+                message.waiter.set_result(None)
                 message.waiter = None
-                waiter.set_result(None)
+            self._drop_cancelled()
         return True
+
+    def _drop_cancelled(self) -> None:
+        """Drop what stands first and whose sender gave up."""
+        while self._queue and (waiter := self._queue[0].waiter) is not None and waiter.done():
+            self._drop_first()
+
+    def _ask(self) -> None:
+        """Tell the peer, once, what room is needed for what there is no credit for in the queue."""
+        channel = self.channel
+        limit, whole = channel.limit_bytes, channel.sent_bytes
+        if not self._asks or whole + self.queued_bytes <= limit or self._asked > limit:
+            return
+        limits: list[int] = []  # ends of messages, ever further apart
+        for message in self._queue:
+            if limits and whole + message.size > limit + ASK_BYTES:
+                break
+            whole += message.size
+            if whole > limit and (not limits or whole - limit >= 2 * (limits[-1] - limit)):
+                limits.append(whole)
+        if whole > limits[-1]:
+            limits.append(whole)
+        self._asked = limits[0]
+        self.transient(Blocked(limits[0], limits[1:]))
+
+    def _give_back(self, now: float) -> None:
+        """Tell the peer that room is not needed which it gave for what was cancelled since."""
+        channel = self.channel
+        if (
+            self._asks
+            and not self._queue
+            and channel.sent < channel.limit_messages
+            and channel.unneeded_bytes(self._floor) > IDLE_BYTES
+        ):
+            self.reliable(outgoing(Unneeded.KIND, pack_meta(Unneeded()), (), 0), now)
+            channel.give_back()
+            self._asked = 0
+
+    def hold(self) -> None:
+        """Keep what is to be sent in the queue, and ask for nothing, until a Welcome says what the peer allows."""
+        self.channel.limit_messages = self.channel.sent
+        self._asks = False
+
+    def go_on(self, largest_bytes: int) -> None:
+        """The peer is the one it was, and takes messages of up to `largest_bytes` on request (0: of its window)."""
+        self._asks = largest_bytes > 0
 
     def _drop_first(self) -> None:
         self.queued_bytes -= self._queue.popleft().size
@@ -167,7 +230,9 @@ class Session:
         overdue = self.channel.poll(now)
         if overdue is not None:
             self._transmit(*overdue)
+        self._asked = 0  # what was asked for may have been lost
         self.push(now)
+        self._give_back(now)
         self.acknowledge(now)
 
     def acknowledge(self, now: float) -> None:
@@ -176,11 +241,14 @@ class Session:
             meta = pack_meta(self.channel.take_ack(now))
             self._link.send(self.peer, pack_fields(Ack.KIND, 0, 0, self.epoch, 0, len(meta)), meta, ())
 
-    def restart(self, limit_messages: int, limit_bytes: int, now: float) -> None:
-        """The peer came back as a new incarnation: start over with what it has not acknowledged."""
+    def restart(self, limit_messages: int, limit_bytes: int, largest_bytes: int, now: float) -> None:
+        """The peer came back as a new incarnation: start over with what it has not acknowledged, within its new credit."""
         self._burst.clear()  # the numbers are different now
-        for sequence, message in self.channel.restart(limit_messages, limit_bytes, now):
-            self._transmit(sequence, message)
+        kept = self.channel.restart(limit_messages, limit_bytes, largest_bytes)
+        kept = [message for message in kept if message.kind != Unneeded.KIND]  # it meant what the old one allowed
+        self._queue.extendleft(reversed(kept))
+        self.queued_bytes += sum([message.size for message in kept])
+        self._asks, self._asked, self._floor = largest_bytes > 0, 0, limit_bytes
         self.push(now)
 
     def abandon(self, error: Exception) -> None:

@@ -81,6 +81,7 @@ class Side:
         self.welcome: Welcome | None = None
         self.broker_epoch = 0
         self.arrival = (0, 0)  # broker's incarnation and sequence of the message being handled
+        self.greeting = False  # a hello is not answered yet
         self._acknowledging = False
         self.heard_at = time.monotonic()
 
@@ -93,7 +94,9 @@ class Side:
         self.session.relink(self.link)
 
     def greet(self) -> None:
-        """Say hello (again)."""
+        """Say hello (again). Nothing else is said until it is answered: what counts from then on, the answer says."""
+        self.greeting = True
+        self.session.hold()
         channel = self.session.channel
         self.session.transient(
             msgspec.structs.replace(
@@ -140,6 +143,8 @@ class Side:
 
     def _acknowledge_soon(self) -> None:
         """Acknowledge now if that is urgent, else within `ACKNOWLEDGE_S`, so that one answers for many messages."""
+        if self.greeting:
+            return
         if self.session.channel.ack_urgent:
             self.session.acknowledge(time.monotonic())
         elif not self._acknowledging:
@@ -148,7 +153,7 @@ class Side:
 
     def _acknowledge(self) -> None:
         self._acknowledging = False
-        if not self._owner.over:
+        if not (self._owner.over or self.greeting):
             self.session.acknowledge(time.monotonic())
 
     def _take(self, parts: list[Any]) -> int:
@@ -159,7 +164,7 @@ class Side:
             self._welcomed(_with_recipe(decode(Welcome, parts[1]), parts[2:]), epoch, now)
         elif kind is Refused:
             self._refused(decode(Refused, parts[1]))
-        elif epoch != self.broker_epoch:
+        elif epoch != self.broker_epoch or (kind is Ack and self.greeting):
             return size  # left over from a broker that is gone
         elif kind is Ack:
             self.session.on_ack(decode(Ack, parts[1]), now)
@@ -183,11 +188,13 @@ class Side:
 
     def _welcomed(self, welcome: Welcome, epoch: int, now: float) -> None:
         again = self.broker_epoch not in (0, epoch)
+        self.greeting = False
         if epoch == self.broker_epoch:  # an answer to a repeated hello
+            self.session.go_on(welcome.largest_bytes)
             self.session.on_ack(Ack(welcome.received, welcome.limit_messages, welcome.limit_bytes), now)
         else:
             self.broker_epoch = epoch
-            self.session.restart(welcome.limit_messages, welcome.limit_bytes, now)
+            self.session.restart(welcome.limit_messages, welcome.limit_bytes, welcome.largest_bytes, now)
         self.session.channel.ack_due = True
         self.welcome = welcome
         self._owner.welcomed(self, welcome, again)

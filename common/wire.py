@@ -16,7 +16,7 @@ import msgspec
 from temper.common.errors import ProtocolError
 
 MAGIC = b"TMPR"
-PROTOCOL = 3
+PROTOCOL = 4
 META_LIMIT_BYTES = 64 * 1024
 FRAME_LIMIT = 64
 FRAME_LIMIT_BYTES = 16 * 1024 * 1024

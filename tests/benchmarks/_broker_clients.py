@@ -21,8 +21,11 @@ import numpy as np
 import zmq
 from temper.common import burst
 from temper.common.arrays import pack_arrays
+from temper.common.process import keep_freed_memory
+from temper.common.recipe_derived import TOKEN_BYTES
 from temper.common.schema import (
     Ack,
+    Blocked,
     Covered,
     Demand,
     Done,
@@ -37,13 +40,13 @@ from temper.common.schema import (
     Touch,
     Welcome,
 )
+from temper.common.session import ASK_BYTES
 from temper.common.sockets import routing_id
 from temper.common.wire import pack_fields, pack_meta, unpack_fields, unpack_meta
 from zmq.backend import Socket as BackendSocket
 
 GROUPS_PER_STEP, SAMPLES_PER_GROUP = 32, 16
 LINEAGE = 7
-BYTES_PER_TOKEN = 9  # i32 token, f32 log-probability, u8 mask
 EPOCH = 9
 BEAT_S = 1.0
 ACK_EVERY, ACK_BYTES = 16, 4 * 1024 * 1024
@@ -74,7 +77,7 @@ class Line:
 
     def __init__(self, folder: str, role: Any, name: str, slots: int) -> None:
         self.sent = self.sent_bytes = self.acked = 0
-        self.limit = self.limit_bytes = 0
+        self.limit = self.limit_bytes = self.asked = 0
         self.received = self.received_bytes = self.told = self.told_bytes = 0
         self._came: deque[tuple[int, bytes]] = deque()
         self.socket: Any = zmq.Context.instance().socket(zmq.DEALER)
@@ -127,6 +130,14 @@ class Line:
     def room(self, messages: int, size: int) -> bool:
         return self.sent + messages <= self.limit and self.sent_bytes + size <= self.limit_bytes
 
+    def want(self, messages: int, size: int) -> None:
+        """Ask, once, for what so many messages of `size` bytes need beyond the credit, as a ``session`` does."""
+        limit, whole = self.limit_bytes, self.sent_bytes + messages * size
+        if whole > limit >= self.asked:
+            self.asked = limit + size
+            ends = [limit + size * 2**n for n in range(1, 16)]
+            self.transient(Blocked(limit + size, [end for end in ends if end <= min(whole, limit + ASK_BYTES)]))
+
     def waiting(self) -> bool:
         """Whether `take` has something."""
         return bool(self._came or BackendSocket.get(self.socket, EVENTS) & POLLIN)
@@ -167,7 +178,7 @@ class Line:
 
     def beat(self) -> None:
         if time.monotonic() > self.beat_at:
-            self.beat_at = _next_beat()
+            self.beat_at, self.asked = _next_beat(), 0
             self.acknowledge()
             self.transient(Heartbeat("READY"))
 
@@ -181,7 +192,7 @@ class Payload:
     """Messages of `together` samples with `nbytes` of arrays each."""
 
     def __init__(self, nbytes: int, together: int = 1) -> None:
-        self.tokens = max(nbytes // BYTES_PER_TOKEN, 2)
+        self.tokens = max(nbytes // TOKEN_BYTES, 2)
         mask = np.ones((together, self.tokens), dtype=np.uint8)
         mask[:, 0] = 0
         total = together * self.tokens
@@ -220,8 +231,9 @@ def actors(folder: str, peers: int, slots: int, nbytes: int, together: int, repo
     single = burst.joinable(Samples.KIND, size, payload.frames)
     report("ready")
     sys.stdin.readline()
+    stuck = True  # nothing can be sent until something comes
     while True:
-        for socket, _ in poller.poll(0 if any(waiting.values()) else 20):
+        for socket, _ in poller.poll(20 if stuck else 0):
             line = by_socket[socket]
             touches = []
             while (message := line.take(block=False)) is not None:
@@ -231,10 +243,13 @@ def actors(folder: str, peers: int, slots: int, nbytes: int, together: int, repo
                     for at in range(0, len(lease.indices), together):
                         waiting[line].append((lease, lease.indices[at : at + together]))
             line.send_joined(Touch.KIND, touches)
+        stuck = True
         for line, due in waiting.items():
+            line.want(len(due), size)
             messages = []
             while due and len(messages) < MESSAGES_A_TURN and line.room(len(messages) + 1, (len(messages) + 1) * size):
                 messages.append((payload.meta(*due.popleft()), payload.frames))
+            stuck = stuck and (not due or not messages)
             if single:
                 line.send_joined(Samples.KIND, messages)
             else:
@@ -288,6 +303,7 @@ def timed(folder: str, peers: int, slots: int, nbytes: int, rate: float, message
             line, lease, index = waiting[0]
             batch = ready.setdefault(line, [])
             if not line.room(len(batch) + 1, (len(batch) + 1) * size):
+                line.want(MESSAGES_A_TURN, size)
                 break
             waiting.popleft()
             batch.append((payload.meta(lease, [index]), payload.frames))
@@ -390,6 +406,7 @@ def _id(meta: bytes) -> int:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as light as can be
     role, folder, *rest = sys.argv[1:]
     to_parent = lambda text: print(text, flush=True)  # noqa: E731
     if role == "actors":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from temper.common.recipe_derived import TOKEN_BYTES
 
 CLIENTS = Path(__file__).with_name("_broker_clients.py")
 GROUPS_PER_STEP, SAMPLES_PER_GROUP, STALENESS, STEPS_PER_CHECKPOINT = 32, 16, 4, 8
@@ -49,9 +50,10 @@ def wait_for(path: Path, child: subprocess.Popen[bytes], deadline_s: float = 30.
 
 @contextlib.contextmanager
 def serving(
-    durability: str, staleness: int = STALENESS, groups: int = GROUPS_PER_STEP
+    durability: str, staleness: int = STALENESS, groups: int = GROUPS_PER_STEP, payload: int = 0
 ) -> Iterator[tuple[str, psutil.Process]]:
-    """A real broker: the folder of its sockets, its process."""
+    """A real broker: the folder of its sockets, its process. Its recipe says that samples may have `payload` bytes."""
+    tokens = max(payload // TOKEN_BYTES, 32)
     with tempfile.TemporaryDirectory(prefix="bench") as folder:
         recipe = Path(folder) / "bench.toml"
         recipe.write_text(RECIPE)
@@ -63,6 +65,8 @@ def serving(
                 f"--pacing.groups_per_step={groups}",
                 f"--pacing.max_staleness={staleness}",
                 f"--pacing.max_token_lag={max(staleness, 8)}",
+                f"--model.max_length_tokens={tokens}",
+                f"--optimizer.tokens_per_microbatch={max(tokens, 8192)}",
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -120,7 +124,7 @@ def measure(
     """One row: `samples` of `payload` bytes from `peers` actors, `together` a message; a step takes `groups`, a checkpoint covers
     `steps`. `needed_mib`: what the broker must keep, at most."""
     leases = groups * (staleness + 1)
-    with serving(durability, staleness, groups) as (address, broker):
+    with serving(durability, staleness, groups, payload) as (address, broker):
         apart = -(-peers // PEERS_A_PROCESS)
         actors = ("actors", address, peers // apart, -(-leases // peers), payload, together)
         with clients(("learner", address, samples, groups, steps), *[actors] * apart) as (learner, *others):
@@ -194,11 +198,12 @@ def acknowledged(durability: str, messages: int, payload: int, rate: float, peer
     }
 
 
-def stopped(seconds: float, payload: int) -> dict[str, Any]:
-    """Four actors push against a learner that takes nothing: the most memory that the broker had."""
+def stopped(seconds: float, payload: int, peers: int = 4) -> dict[str, Any]:
+    """Actors, in four processes, push against a learner that takes nothing: the most memory that the broker had."""
+    slots = GROUPS_PER_STEP * (STALENESS + 1) * 4 // peers
     with (
-        serving("full") as (address, broker),
-        clients(("stopped", address), *[("actors", address, 1, 160, payload, 1)] * 4) as (_, *others),
+        serving("full", payload=payload) as (address, broker),
+        clients(("stopped", address), *[("actors", address, peers // 4, slots, payload, 1)] * 4) as (_, *others),
     ):
         begin(others)
         end, peak = time.monotonic() + seconds, 0
@@ -207,7 +212,14 @@ def stopped(seconds: float, payload: int) -> dict[str, Any]:
             time.sleep(0.2)
         pushed = sum(file.stat().st_size for file in Path(address).parent.glob("run/ledger/segments/*.seg"))
     name = "broker, full, stopped learner"
-    return {"relay": name, "bytes": payload, "seconds": seconds, "mib_taken": pushed >> 20, "rss_mib": peak >> 20}
+    return {
+        "relay": name,
+        "bytes": payload,
+        "peers": peers,
+        "seconds": seconds,
+        "mib_taken": pushed >> 20,
+        "rss_mib": peak >> 20,
+    }
 
 
 def spent(pid: int) -> tuple[int, int]:

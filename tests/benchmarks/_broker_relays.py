@@ -22,8 +22,9 @@ import msgspec
 import psutil
 import zmq
 from temper.common import burst
+from temper.common.process import keep_freed_memory
 from temper.common.schema import Ack, Group, Hello, SampleMeta, Samples, Welcome
-from temper.common.sockets import routing_id
+from temper.common.sockets import routing_id, use_io_threads
 from temper.common.wire import encode, pack_fields, pack_meta, unpack_fields, unpack_meta
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -47,10 +48,9 @@ async def pump(folder: str, messages: int) -> dict[str, float]:
     """A broker that forwards. CPU is taken from the first message to the last."""
     import asyncio
 
-    from temper.common.process import keep_freed_memory, settle_garbage
+    from temper.common.process import settle_garbage
     from temper.common.pump import Arrival, Delivery, DeliveryRun, Router
 
-    keep_freed_memory()  # as a broker does
     over = asyncio.get_running_loop().create_future()
     consumer = b""
     count = 0
@@ -165,19 +165,19 @@ class Line:
         while self.limit == CREDIT:
             self.take(block=True)
 
-    def take(self, block: bool) -> tuple[int, int, bytes] | None:
-        """(samples, bytes, frame that holds them) of the next message; acknowledgements and the welcome are taken note of."""
+    def take(self, block: bool) -> tuple[int, int, memoryview] | None:
+        """(samples, bytes, frame that holds them, uncopied) of the next message; takes note of acknowledgements and the welcome."""
         try:
             parts = receive(self.socket, 0 if block else NOBLOCK)
         except zmq.Again:
             return None
         if self.plain:
-            return 1, 0, parts[-1].bytes
+            return 1, 0, parts[-1].buffer
         kind, *_, size = unpack_fields(parts[0].bytes)
         if kind in (Ack.KIND, Welcome.KIND):
             body: Any = unpack_meta(parts[1].bytes, Ack if kind == Ack.KIND else Welcome)
             self.limit, self.limit_bytes = body.limit_messages, body.limit_bytes
-        return (_held(parts[1].bytes), size, parts[-1].bytes) if kind == Group.KIND else (0, 0, b"")
+        return (_held(parts[1].bytes), size, parts[-1].buffer) if kind == Group.KIND else (0, 0, memoryview(b""))
 
     def send(self, payloads: list[bytes]) -> None:
         """Send messages once there is credit for them: together, as a Peer does, or apart when they are large or `plain`."""
@@ -233,7 +233,7 @@ def consume(folder: str, plain: bool, name: str, messages: int) -> dict[str, flo
     latencies: list[int] = []
     first = count = taken = size = told = told_bytes = 0
     while count < messages:
-        held, nbytes, frame = line.take(block=True) or (0, 0, b"")
+        held, nbytes, frame = line.take(block=True) or (0, 0, memoryview(b""))
         if not held:
             continue
         now = time.monotonic_ns()
@@ -262,7 +262,7 @@ def direct(folder: str, messages: int) -> dict[str, float]:
     print("ready", flush=True)
     latencies = []
     for _ in range(messages):
-        frame = receive(socket)[-1].bytes
+        frame = receive(socket)[-1].buffer
         latencies.append(time.monotonic_ns() - int.from_bytes(frame[:8], "little"))
     latencies.sort()
     return {"p50_us": latencies[messages // 2] / 1000, "p99_us": latencies[messages * 99 // 100] / 1000}
@@ -304,8 +304,10 @@ def cpu_s(children: Sequence[Child]) -> float:
     return float(sum(sum(psutil.Process(child.process.pid).cpu_times()[:2]) for child in children))
 
 
-def measure(relay: str, size: int, messages: int, peers: int = 1, rate: float = 0.0) -> dict[str, float]:
-    """One row: `messages` of `size` bytes from `peers` connections through `relay`."""
+def measure(
+    relay: str, size: int, messages: int, peers: int = 1, rate: float = 0.0, io_threads: int = 1
+) -> dict[str, float]:
+    """One row: `messages` of `size` bytes from `peers` connections through `relay`, in which ZeroMQ has `io_threads`."""
     plain = relay != "pump"
     children: list[Child] = []
 
@@ -319,7 +321,7 @@ def measure(relay: str, size: int, messages: int, peers: int = 1, rate: float = 
             if relay == "direct":
                 consumer = start("direct", folder, messages)
             else:
-                middle = start(relay, folder, messages)
+                middle = start(relay, folder, messages, io_threads)
                 middle.line()
                 consumer = start("consume", folder, int(plain), "back" if plain else "control", messages)
             consumer.line()
@@ -361,6 +363,10 @@ def merged(relay: str, size: int, messages: int, rounds: Sequence[dict[str, floa
 
 
 def _role(role: str, rest: list[str]) -> None:
+    if role != "proxy":
+        keep_freed_memory()  # as a broker does; and clients are as light as can be
+    if role in ("pump", "proxy"):
+        use_io_threads(int(rest[2]))
     if role == "pump":
         import uvloop
 

@@ -15,6 +15,9 @@ answers.
 "idle" is what an idle broker itself takes, measured while no processor halts; what it is charged on a machine that is
 otherwise idle too is shown beside what a process that does nothing is charged there for waking up as often.
 
+`zmq.proxy` has one I/O thread, as ZeroMQ comes; the broker gives itself three where samples are large, and rows of `zmq.proxy` with
+three stand beside that.
+
 A sample is 1 KiB. An actor sends it in one of two ways, and the broker's rows show both (`together`): alone in a message (1), of
 which those that wait for the socket leave joined, or with the other samples of its lease that were finished within 0.2 s (16).
 The clients of ``pump`` have 16 messages at a time, except where `rate` paces them. `zmq.proxy` gets the same messages apart: it
@@ -32,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from temper.broker.ledger import BYTE_CAP
+from temper.common.recipe_derived import LARGE_SAMPLE_BYTES
 
 KIBIBYTE, MEBIBYTE = 1024, 1024 * 1024
 SAMPLES_PER_GROUP = 16
@@ -102,17 +106,19 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
         name = f"broker, 1 KiB acknowledged, durability {durability}, {unit}"
         goal(f"{name}: CPU, us", f"<= {most}", row["cpu_us"], row["cpu_us"] <= most)
         goal(f"{name}: rate beside zmq.proxy", f">= {least}", ratio, ratio >= least)
-    for size, share, peers, groups in ((64 * KIBIBYTE, 8, 4, 8), (MEBIBYTE, 60, 2, 1)):
-        messages = n // share
-        proxies, pumps, brokers = in_turns(
+    for size, share, peers, groups, staleness in ((64 * KIBIBYTE, 8, 4, 8, 1), (MEBIBYTE, 60, 2, 1, 2)):
+        messages, threads = n // share, 3 if size >= LARGE_SAMPLE_BYTES else 1
+        proxies, pumps, brokers, wide = in_turns(
             2 * repeat + 1,
             partial(measure, "proxy", size, messages),
-            partial(measure, "pump", size, messages),
-            partial(real.measure, "memory", messages, size, peers=peers, staleness=1, groups=groups, steps=1),
+            partial(measure, "pump", size, messages, io_threads=threads),
+            partial(real.measure, "memory", messages, size, peers=peers, staleness=staleness, groups=groups, steps=1),
+            partial(measure, "proxy", size, messages, io_threads=3),
         )
         add(merged("proxy", size, messages, proxies))
+        add(merged("proxy", size, messages, wide, io_threads=3))
         for name, row, rounds in (
-            ("pump", merged("pump", size, messages, pumps), pumps),
+            ("pump", merged("pump", size, messages, pumps, io_threads=threads), pumps),
             ("broker, memory, samples that it has room for", real.merged(brokers), brokers),
         ):
             ratio = beside(rounds, proxies)
@@ -146,9 +152,11 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
     added = answered["p50_us"] - bare["p50_us"]
     name = "a sample acknowledged at half load, durability memory, beside a ROUTER that answers: p50, us"
     goal(name, "< 150", added, added < 150)
-    stopped = add(real.stopped(arguments.stopped_s, 256 * KIBIBYTE))
     bound = BYTE_CAP * 1.1 / MEBIBYTE + 100
-    goal("RSS before a stopped learner, MiB", f"<= {bound:.0f}", stopped["rss_mib"], stopped["rss_mib"] <= bound)
+    for peers, size, seconds in ((4, 256 * KIBIBYTE, arguments.stopped_s), (64, MEBIBYTE, arguments.stopped_s / 5)):
+        stopped = add(real.stopped(seconds, size, peers))
+        name = f"RSS before a stopped learner, {peers} actors, {size // KIBIBYTE} KiB samples, MiB"
+        goal(name, f"<= {bound:.0f}", stopped["rss_mib"], stopped["rss_mib"] <= bound)
     with real.awake():
         idle = add({**real.idle(20.0), "processors": "kept awake"})
     goal("idle, processors kept awake: percent of a core", "< 0.5", idle["core_percent"], idle["core_percent"] < 0.5)

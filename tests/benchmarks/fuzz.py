@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-HELLO, SAMPLES, TOUCH = 1, 19, 17
+HELLO, ACK, BLOCKED, UNNEEDED, TOUCH, SAMPLES = 1, 6, 12, 13, 17, 19
 EPOCH = 9
 GOAL = 10_000_000
 
@@ -203,8 +203,9 @@ def intake() -> Callable[[bytes], None]:
 def router() -> Callable[[bytes], None]:
     """Target: sequences of messages from two hostile peers to a Router, with an honest one in between."""
     from temper.common import burst
+    from temper.common.budget import Budget
     from temper.common.pump import Delivery, Router
-    from temper.common.schema import Hello, Samples, Touch, Welcome
+    from temper.common.schema import Blocked, Hello, Samples, Touch, Welcome
     from temper.common.wire import HEADER_BYTES, encode, pack_fields, pack_meta
 
     honest, hostile = b"honest---", (b"hostile-1", b"hostile-2")
@@ -219,7 +220,10 @@ def router() -> Callable[[bytes], None]:
         b"\x90",
         b"\x94\x00\xcd\x04\x00\xce\x04\x00\x00\x00\xc2",
         b"\xdd\xff\xff\xff\xff",
+        pack_meta(Blocked(2**18)),
+        pack_meta(Blocked(2**18 + 1, [2**62, 2**19])),
     ]
+    budget = Budget(2**21, 2**18)  # of which two peers may want more than there is
     closed: list[bytes] = []
     loop = asyncio.new_event_loop()
     folder = tempfile.mkdtemp(prefix="fuzz")
@@ -232,6 +236,7 @@ def router() -> Callable[[bytes], None]:
             lambda peer, reason: closed.append(peer),
             welcome=lambda peer, hello: Welcome("fuzz", "{}", 0, 1.0),
             lazy=frozenset({Samples.KIND}),
+            budget_of=lambda hello: budget,
         )
 
     hub = loop.run_until_complete(serve())
@@ -247,7 +252,7 @@ def router() -> Callable[[bytes], None]:
             bodies[n % len(bodies)] if (n := reader.number(1)) < 200 else reader.piece(n - 199) for _ in range(count)
         ]
         size = sum(map(len, parts))
-        kind = [TOUCH, HELLO, 6, 4, 5, SAMPLES, 0, reader.number(1)][shape >> 3 & 7]
+        kind = [TOUCH, HELLO, ACK, BLOCKED, UNNEEDED, SAMPLES, 0, reader.number(1)][shape >> 3 & 7]
         sequence = [1, 2, 3, 0, 2**64 - 1, 1024, 1025, reader.number(2)][reader.number(1) & 7] if kind != HELLO else 0
         flags = reader.number(1) & 3 if kind in (TOUCH, SAMPLES) else 0
         header = pack_fields(kind, flags, 0, [EPOCH, EPOCH, EPOCH, 7][shape >> 6], sequence, size)
@@ -271,10 +276,16 @@ def router() -> Callable[[bytes], None]:
             raise AssertionError(f"the honest peer's messages arrived as {own}")
         if honest in closed or len(hub._closed) > 3 or len(hub.peers) > 3:
             raise AssertionError("somebody else was hurt")
+        hub._sharing.serve()
+        list(hub._sharing.unused())
+        if budget.free_bytes < 0:
+            raise AssertionError("more may be under way than all may have")
         for peer in (honest, *hostile):
             hub.forget(peer)
         for state in (hub._closed, hub._answered, closed):
             state.clear()
+        if budget.waiting or budget.free_bytes != budget.total_bytes * 3 // 4:
+            raise AssertionError("somebody who is gone has room")
         loop.call_soon(loop.stop)
         loop.run_forever()  # timers and what was put off
 

@@ -18,7 +18,7 @@ from broker_stage import Guest, Stage, play, samples, stage
 from temper.broker.ahead import SPARE_IDS
 from temper.common import schema
 from temper.common.arrays import unpack_arrays
-from temper.common.credit import INTAKE_BYTES
+from temper.common.credit import LARGEST_BYTES
 from temper.common.errors import ConfigError, PeerLost, ProtocolError, TemperError
 from temper.common.schema import pack_frames, unpack_frames
 
@@ -193,8 +193,8 @@ def test_what_a_peer_may_have_under_way_is_bounded_and_a_larger_message_fails_at
             actor = await s.guest("actor", "actor-1", 1)
             lease, _ = await actor.next(schema.Lease)
             body, _ = samples(lease)
-            frame = bytes(INTAKE_BYTES // 2)
-            with pytest.raises(ProtocolError, match=f"the peer takes at most {INTAKE_BYTES} at once: split it"):
+            frame = bytes(LARGEST_BYTES // 2)
+            with pytest.raises(ProtocolError, match=f"the peer takes at most {LARGEST_BYTES} at once: split it"):
                 await actor.peer.send(body, [frame, frame])
             await actor.peer.send(*samples(lease))  # nothing is lost
             await actor.peer.flush(60)

@@ -132,8 +132,8 @@ def test_after_a_restart_of_the_peer_what_it_did_not_acknowledge_goes_out_again(
     here.wire.clear()
     fresh = End()
     fresh.channel.grant(WINDOW_MESSAGES, WINDOW_BYTES)
-    for sequence, value in here.channel.restart(WINDOW_MESSAGES, WINDOW_BYTES, 1.0):
-        here.transmit(sequence, value)
+    kept = here.channel.restart(WINDOW_MESSAGES, WINDOW_BYTES)
+    here.queue.extendleft((value, here.sizes[value]) for value in reversed(kept))
     here.push(1.0)
     while here.wire or fresh.wire:
         while here.wire:

@@ -22,7 +22,7 @@ from temper.actor.text import Text
 from temper.common.arrays import unpack_arrays
 from temper.common.config import DomainConfig, Model, Recipe, Sampling
 from temper.common.config import Engine as EngineConfig
-from temper.common.credit import INTAKE_BYTES
+from temper.common.credit import LARGEST_BYTES
 from temper.common.domains import Completion, Driver, Grader, Score, SingleTurn, Split, Task, derive_seed
 from temper.common.errors import ConfigError, EngineError
 from temper.common.schema import Lease, SandboxJob, Verdict, Version
@@ -383,7 +383,7 @@ def test_a_sample_is_as_large_as_the_broker_takes_or_refused_with_its_size(ids: 
     sample = replace(sample, support=(np.zeros(ids // 4, np.int32), offsets), experts=routed)
     if fits:
         ((body, frames),) = pack_samples(LEASE, [sample])
-        assert len(pack_meta(body)) + sum(frame.nbytes for frame in frames) <= INTAKE_BYTES
+        assert len(pack_meta(body)) + sum(frame.nbytes for frame in frames) <= LARGEST_BYTES
     else:
         with pytest.raises(
             OversizedSample, match=f"at most {SAMPLE_BYTES} and {FRAME_LIMIT_BYTES}: sample fewer tokens"
