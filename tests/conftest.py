@@ -6,6 +6,11 @@ import signal
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# how fast examples are made says how busy the machine is, and nothing of what is tested
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 ATTACK = "tests/attack/"
 
