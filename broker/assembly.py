@@ -14,7 +14,15 @@ from temper.broker.segments import Message
 from temper.common.arrays import join, pack_arrays, unpack_arrays
 from temper.common.errors import ProtocolError
 from temper.common.schema import Group, Samples
-from temper.common.wire import FRAME_LIMIT, FRAME_LIMIT_BYTES, META_LIMIT_BYTES, nbytes, pack_meta, unpack_meta
+from temper.common.wire import (
+    FRAME_LIMIT,
+    FRAME_LIMIT_BYTES,
+    JOINED_BYTES,
+    META_LIMIT_BYTES,
+    nbytes,
+    pack_meta,
+    unpack_meta,
+)
 
 OFFSETS = {"cu_seqlens": "tokens", "support_cu": "support_ids"}
 """Arrays of offsets, and the array that they divide."""
@@ -66,12 +74,19 @@ def _shared(frames: Sequence[Any]) -> bool:
 
 
 def _joined(parts: Sequence[Message]) -> list[Any] | None:
-    """What `join` makes of the usual: small frames that came one or none a message, all in one; None of anything else."""
+    """What `join` makes of the usual: small frames that came one or none a message, all in one; None of anything else. Frames that
+    are joined already were small (``burst``)."""
     if any([len(frames) > 1 for _, frames in parts]):
         return None
     pieces = [frame for _, frames in parts for frame in frames]
     if [*map(type, pieces)].count(bytes) != len(pieces) or sum(map(len, pieces)) > FRAME_LIMIT_BYTES:
         return None
+    if max(map(len, pieces), default=0) > JOINED_BYTES:
+        alone = [bool(frames) for _, frames in parts[1:]] + [True]  # nothing is joined to this one's
+        if any(
+            [ends and len(frames[0]) > JOINED_BYTES for ends, (_, frames) in zip(alone, parts, strict=True) if frames]
+        ):
+            return None
     return [b"".join(pieces)] if pieces else []
 
 

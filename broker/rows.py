@@ -17,7 +17,7 @@ from temper.broker.leases import LeaseRecord, dead_letter
 from temper.broker.payloads import Run
 from temper.broker.segments import Ref
 
-FORMAT = 2  # PRAGMA user_version
+FORMAT = 3  # PRAGMA user_version
 ROWS_A_STEP = 64  # few enough that the loop does not stand still for them
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);

@@ -1,9 +1,10 @@
 """numpy arrays <-> (`ArraySpec`s, frames). Used for samples on their way actor -> broker -> learner.
 
-Only the dtypes of `DTYPES` travel, little-endian, C-contiguous. Arrays have a frame each, uncopied; small ones (together at
-most `PACKED_BYTES`) share one frame, because a frame costs more than the bytes in it: each begins at a multiple of 8, in
-the order of the specs, and the frame ends at one. The specs alone say which it is (`packed_bytes`). What arrives is checked against
-its specs (dtype, shape, bytes, count) before an array is made of it; the arrays are read-only views of the received frames.
+Only the dtypes of `DTYPES` travel, little-endian, C-contiguous. The arrays of a message share one frame, in which each begins at a
+multiple of 8, in the order of the specs, and which ends at one: a frame costs everybody on the way more than its sender's one
+copy. Only where that would be more than a frame may have does each have its own, uncopied. The specs alone say which it is
+(`packed_bytes`). What arrives is checked against its specs (dtype, shape, bytes, count) before an array is made of it; the arrays
+are read-only views of the received frames.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from temper.common.errors import ProtocolError
 from temper.common.schema import ArraySpec
-from temper.common.wire import FRAME_LIMIT, FRAME_LIMIT_BYTES, nbytes
+from temper.common.wire import FRAME_LIMIT, FRAME_LIMIT_BYTES, JOINED_BYTES, nbytes
 
 Array = npt.NDArray[Any]
 
@@ -38,7 +39,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     )
 }
 DIMENSION_LIMIT = 8
-PACKED_BYTES = 16 * 1024
+ALONE = 48
+"""At most so many frames of a group pass alone: of more, those that can be are joined, because a message has no more than 64."""
 
 
 def spec_bytes(spec: ArraySpec) -> int:
@@ -57,30 +59,34 @@ def packed_bytes(specs: Sequence[ArraySpec]) -> int:
     if len(specs) < 2:
         return 0
     total = sum((spec_bytes(spec) + 7) & -8 for spec in specs)
-    return total if total <= PACKED_BYTES else 0
+    return total if total <= FRAME_LIMIT_BYTES else 0
 
 
-def joined_runs(sizes: Sequence[int]) -> list[int]:
-    """How many of the packed frames of these `sizes` lie in each joined frame of a group: as many as fit, in order."""
+def joined_runs(sizes: Sequence[int], others: int = 0) -> list[int]:
+    """How many of the packed frames of these `sizes` lie in each frame of a group that has so many `others`: of small ones as many
+    as fit, in order."""
     runs: list[int] = []
     room = 0
+    alone = others + sum([size > JOINED_BYTES for size in sizes])
+    joined_bytes = JOINED_BYTES if alone <= ALONE else FRAME_LIMIT_BYTES
     for size in sizes:
-        if not runs or size > room:
+        if not runs or size > room or size > joined_bytes:
             runs.append(0)
-            room = FRAME_LIMIT_BYTES
+            room = FRAME_LIMIT_BYTES if size <= joined_bytes else size
         runs[-1] += 1
         room -= size
     return runs
 
 
 def divide(parts: Sequence[Sequence[ArraySpec]], frames: Sequence[Any]) -> list[list[Any]]:
-    """The array frames of a group by part: first the packed frames, joined, then the others (see ``schema.Group``).
+    """The array frames of a group by part: first the packed frames, small ones joined, then the others (see ``schema.Group``).
 
     ProtocolError if they are not as many and as large as the parts' specs say.
     """
     sizes = [packed_bytes(specs) for specs in parts]
-    runs = joined_runs([size for size in sizes if size])
-    expected = len(runs) + sum(len(specs) for specs, size in zip(parts, sizes, strict=True) if not size)
+    others = sum(len(specs) for specs, size in zip(parts, sizes, strict=True) if not size)
+    runs = joined_runs([size for size in sizes if size], others)
+    expected = len(runs) + others
     if expected != len(frames):
         raise ProtocolError(f"{len(frames)} array frames, expected {expected}")
     packed: list[memoryview] = []
@@ -107,12 +113,13 @@ def divide(parts: Sequence[Sequence[ArraySpec]], frames: Sequence[Any]) -> list[
 def join(parts: Sequence[tuple[bool, Sequence[Any]]]) -> list[Any]:
     """The array frames of a group of `parts` (whether its arrays share a frame, its frames): the inverse of `divide`."""
     packed = [frames[0] for shared, frames in parts if shared]
+    others = [frame for shared, frames in parts if not shared for frame in frames]
     joined: list[Any] = []
     at = 0
-    for count in joined_runs([nbytes(frame) for frame in packed]):
+    for count in joined_runs([nbytes(frame) for frame in packed], len(others)):
         joined.append(packed[at] if count == 1 else b"".join(packed[at : at + count]))
         at += count
-    return joined + [frame for shared, frames in parts if not shared for frame in frames]
+    return joined + others
 
 
 def unpacked(specs: Sequence[ArraySpec], frames: Sequence[Any]) -> list[Any]:
@@ -135,8 +142,8 @@ def unpacked(specs: Sequence[ArraySpec], frames: Sequence[Any]) -> list[Any]:
 
 
 def pack_arrays(arrays: Mapping[str, Array]) -> tuple[list[ArraySpec], list[memoryview]]:
-    """Specs and frames of named arrays. Contiguous arrays with frames of their own are not copied: don't write to them until
-    they are acknowledged.
+    """Specs and frames of named arrays. Contiguous arrays with frames of their own (more than 16 MiB together) are not copied:
+    don't write to them until they are acknowledged.
 
     ProtocolError for a dtype that does not travel, an array over 16 MiB or more than 64 arrays.
     """

@@ -18,6 +18,7 @@ from typing import Any
 
 from temper.common.errors import ProtocolError
 from temper.common.schema import BODIES, Lease, Samples, Touch
+from temper.common.wire import JOINED_BYTES, nbytes
 
 KINDS = frozenset({Samples.KIND, Lease.KIND, Touch.KIND})
 """What comes in numbers. Nothing that a relay looks into."""
@@ -28,8 +29,10 @@ LENGTH_BYTES = 8
 
 
 def joinable(kind: int, size: int, frames: Sequence[Any]) -> bool:
-    """Whether a message of `size` bytes may be in a burst."""
-    return kind in KINDS and size <= BYTES and len(frames) < 2
+    """Whether a message of `size` bytes may be in a burst: a frame that is never joined is not joined here either."""
+    if kind not in KINDS or size > BYTES or len(frames) > 1:
+        return False
+    return not frames or size <= JOINED_BYTES or nbytes(frames[0]) <= JOINED_BYTES
 
 
 def join(messages: Sequence[tuple[bytes, Sequence[Any]]]) -> tuple[bytes, list[bytes]]:
@@ -38,7 +41,7 @@ def join(messages: Sequence[tuple[bytes, Sequence[Any]]]) -> tuple[bytes, list[b
     pieces = [frames[0] for _, frames in messages if frames]
     lengths = [-1] * (2 * len(metas))
     lengths[::2] = map(len, metas)
-    held = [len(piece) if type(piece) is bytes else memoryview(piece).nbytes for piece in pieces]
+    held = [len(piece) if type(piece) is bytes else nbytes(piece) for piece in pieces]
     if len(held) == len(metas):
         lengths[1::2] = held
     else:
@@ -63,9 +66,12 @@ def outline(count: int, kind: int, parts: Sequence[Any]) -> tuple[list[int], lis
     lengths = struct.unpack_from(f"<{2 * count}i", table)
     meta_bytes, frame_bytes = lengths[::2], lengths[1::2]
     least = min(frame_bytes)
-    if min(meta_bytes) < 0 or least < -1:
-        wrong = next((m, f) for m, f in zip(meta_bytes, frame_bytes, strict=True) if m < 0 or f < -1)
-        raise ProtocolError(f"a message of {wrong[0]} and {wrong[1]} bytes in a burst")
+    if min(meta_bytes) < 0 or least < -1 or max(frame_bytes) > JOINED_BYTES:
+        sizes = zip(meta_bytes, frame_bytes, strict=True)
+        wrong = next((m, f) for m, f in sizes if m < 0 or not -1 <= f <= JOINED_BYTES)
+        raise ProtocolError(
+            f"a message of {wrong[0]} and {wrong[1]} bytes in a burst, its frame may have {JOINED_BYTES}"
+        )
     held = frame_bytes if least >= 0 else tuple([max(n, 0) for n in frame_bytes])
     ends, held_bytes = list(accumulate(meta_bytes, initial=at)), sum(held)
     if ends[-1] != len(table) or held_bytes != len(joined):

@@ -15,7 +15,7 @@ PeerId = bytes
 
 
 class Delivery(msgspec.Struct, eq=False, gc=False):
-    """One message. `frames` are bytes or, from 16 KiB on, zmq.Frames (buffer protocol), as they came.
+    """One message. `frames` are bytes or, over 16 KiB, zmq.Frames (buffer protocol), as they came.
 
     `body` is decoded and checked already, except for the Router's `lazy` kinds: there it is decoded on first use and
     may raise ProtocolError (then call `refuse`). `kind`, `sequence` and `size` are the header's; `sequence` is 0 for

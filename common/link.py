@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 from temper.common.sockets import Socket
-from temper.common.wire import FRAME_LIMIT
+from temper.common.wire import FRAME_LIMIT, JOINED_BYTES
 from zmq.backend import Socket as BackendSocket
 
 NOBLOCK = int(zmq.NOBLOCK)
@@ -21,9 +21,9 @@ MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 EVENTS = int(zmq.EVENTS)
 POLLIN = int(zmq.POLLIN)
 COPY_BELOW_BYTES = 64 * 1024  # smaller bytes are copied when they are sent: ZeroMQ gives uncopied ones back at a cost
-KEEP_FROM_BYTES = 16 * 1024
-"""Smaller frames are copied when they come: ZeroMQ may leave them in the buffer of 8 KiB that it received them in, which
-keeping one would pin."""
+KEEP_FROM_BYTES = JOINED_BYTES + 1
+"""Smaller frames are copied when they come: they may be joined with others, and ZeroMQ may leave them in the buffer of 8 KiB that
+it received them in, which keeping one would pin."""
 
 # Without pyzmq's Python layer above them: half the cost of a part.
 _receive: Callable[[Any, int, bool], Any] = BackendSocket.recv
@@ -101,7 +101,7 @@ class Link:
     def receive(self) -> list[Part] | None:
         """The parts of the next message, or None. Too many parts (a violation) are cut to a few beyond the limit.
 
-        Array frames of 16 KiB and more are zmq.Frames that own their memory; all else is bytes.
+        Array frames over 16 KiB are zmq.Frames that own their memory; all else is bytes.
         """
         socket = self.socket
         first = 3 if self._routed else 2  # array frame

@@ -462,8 +462,8 @@ class Group(Body, frozen=True):
     """B -> learner: a complete group. `parts`: the accepted Samples messages, as they came.
 
     Frames: first `facts` frames that hold `parts` as MessagePack, where they are too large for the meta (then `parts` is
-    empty here); then those of the parts whose arrays share a frame, joined (up to 16 MiB a frame, ``arrays.divide``);
-    then the other parts' array frames, in order.
+    empty here); then those of the parts whose arrays share a frame, small ones joined (``arrays.divide``); then the other
+    parts' array frames, in order.
 
     A void group of the eval lane is sent too (`void` says why, parts hold what there was), so that an evaluation ends.
     """

@@ -16,10 +16,12 @@ import msgspec
 from temper.common.errors import ProtocolError
 
 MAGIC = b"TMPR"
-PROTOCOL = 4
+PROTOCOL = 5
 META_LIMIT_BYTES = 64 * 1024
 FRAME_LIMIT = 64
 FRAME_LIMIT_BYTES = 16 * 1024 * 1024
+JOINED_BYTES = 16 * 1024
+"""Array frames up to here may be joined with others, and are copied; larger ones pass uncopied."""
 
 _HEADER = struct.Struct("<4sBBHIIQQ")
 _FIELDS = struct.Struct("<BHIIQQ")

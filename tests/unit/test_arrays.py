@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from temper.common import arrays as arrays_module
 from temper.common.arrays import (
+    ALONE,
     DTYPES,
-    PACKED_BYTES,
     divide,
     join,
     joined_runs,
@@ -21,6 +22,7 @@ from temper.common.arrays import (
 )
 from temper.common.errors import ProtocolError
 from temper.common.schema import ArraySpec
+from temper.common.wire import FRAME_LIMIT_BYTES, JOINED_BYTES
 
 
 @given(
@@ -81,14 +83,20 @@ def test_the_number_of_frames_and_their_names_must_fit() -> None:
         unpack_arrays([spec, spec], [bytes(15)])
     with pytest.raises(ProtocolError, match="appears twice"):
         unpack_arrays([spec, spec], [bytes(16)])
-    large = ArraySpec("y", "uint8", (PACKED_BYTES,))
+    large = ArraySpec("y", "uint8", (FRAME_LIMIT_BYTES,))
     with pytest.raises(ProtocolError, match="1 frames for 2 arrays"):
-        unpack_arrays([spec, large], [bytes(PACKED_BYTES)])
+        unpack_arrays([spec, large], [bytes(FRAME_LIMIT_BYTES)])
 
 
-@given(st.lists(st.lists(st.integers(0, 9000), min_size=1, max_size=4), max_size=12))
+@given(st.lists(st.lists(st.integers(0, 9000), min_size=1, max_size=4), max_size=12), st.integers(0, 4))
 @settings(deadline=None)
-def test_the_frames_of_a_group_are_divided_as_they_were_joined(parts: list[list[int]]) -> None:
+def test_the_frames_of_a_group_are_divided_as_they_were_joined(parts: list[list[int]], alone: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrays_module, "ALONE", alone)
+        _divided_as_joined(parts)
+
+
+def _divided_as_joined(parts: list[list[int]]) -> None:
     packed = [pack_arrays({str(i): np.full(n, i, np.uint16) for i, n in enumerate(sizes)}) for sizes in parts]
     frames = join([(packed_bytes(specs) > 0, own) for specs, own in packed])
     divided = divide([specs for specs, _ in packed], frames)
@@ -101,7 +109,29 @@ def test_the_frames_of_a_group_are_divided_as_they_were_joined(parts: list[list[
 
 
 def test_joined_frames_stay_within_a_frame() -> None:
-    assert joined_runs([PACKED_BYTES] * 2500) == [1024, 1024, 452]
+    assert joined_runs([JOINED_BYTES] * 2500) == [1024, 1024, 452]
+
+
+def test_large_frames_pass_alone_unless_they_are_too_many() -> None:
+    large = JOINED_BYTES + 8
+    assert joined_runs([8, 8, large, 8, large, large, 8]) == [2, 1, 1, 1, 1, 1]
+    assert joined_runs([large] * ALONE) == [1] * ALONE
+    assert joined_runs([large] * (ALONE + 1)) == [ALONE + 1]
+    assert joined_runs([FRAME_LIMIT_BYTES] * (ALONE + 1)) == [1] * (ALONE + 1)
+    assert joined_runs([large, large], ALONE - 2) == [1, 1] and joined_runs([large, large], ALONE - 1) == [2]
+
+
+def test_arrays_that_share_a_frame_begin_at_multiples_of_eight() -> None:
+    rows = {
+        "a": np.arange(5, dtype=np.uint8),
+        "b": np.arange(40_000, dtype=np.float64),
+        "c": np.arange(3, dtype=np.int16),
+    }
+    specs, frames = pack_arrays(rows)
+    assert [len(frame) for frame in frames] == [8 + 320_000 + 8]
+    found = unpack_arrays(specs, frames)
+    assert all(found[name].tolist() == rows[name].tolist() for name in rows)
+    assert [found[name].ctypes.data % 8 for name in rows] == [found["a"].ctypes.data % 8] * 3
 
 
 def test_what_cannot_travel_is_refused_before_it_leaves() -> None:

@@ -12,7 +12,7 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from temper.broker import intake
+from temper.broker import assembly, intake
 from temper.broker.assembly import Unsendable, build_group
 from temper.broker.bulk import BulkDesk
 from temper.broker.bundle import BUNDLE_LIMIT_BYTES, BundleStore, digest
@@ -21,6 +21,7 @@ from temper.broker.leases import LeaseRecord
 from temper.broker.messages import Messages
 from temper.broker.packed import apart as apart_again
 from temper.broker.validate import BadSamples, check, check_metrics
+from temper.common import arrays as arrays_module
 from temper.common import burst, schema
 from temper.common.arrays import divide, pack_arrays, unpack_arrays
 from temper.common.delivery import Delivery, DeliveryRun
@@ -28,7 +29,7 @@ from temper.common.errors import ProtocolError
 from temper.common.link import KEEP_FROM_BYTES
 from temper.common.metrics import Meter
 from temper.common.peer_daemon import metrics_of
-from temper.common.wire import pack_meta, unpack_meta
+from temper.common.wire import FRAME_LIMIT_BYTES, pack_meta, unpack_meta
 
 LENGTHS = (5, 3)
 
@@ -185,29 +186,42 @@ def test_a_group_of_large_messages_passes_its_frames_through_untouched() -> None
     assert (body.group_id, body.lineage, len(body.parts)) == (7, 3, 2)
 
 
-def test_small_messages_share_one_frame_in_a_group_beside_the_large_ones() -> None:
+def test_small_messages_share_frames_in_a_group_around_the_large_ones() -> None:
     small, large = message(metas(), arrays()), message(*one(4000))
     body, out = build_group(record(), [small, large, small], 3, None)
-    assert len(out) == 1 + 4
+    assert len(out) == 3 and out[1] is large[1][0]
     parts = arrived(body, out)
     assert [len(part.samples) for part, _ in parts] == [2, 1, 2]
     for part, own in parts:
         check(part, own)
 
 
-def test_a_group_of_many_messages_is_joined_without_changing_a_sample() -> None:
+@pytest.mark.parametrize(
+    ("limit", "count", "expected"),
+    [
+        pytest.param(FRAME_LIMIT_BYTES, 40, 40, id="each-alone"),
+        pytest.param(FRAME_LIMIT_BYTES, 60, 1, id="all-joined"),
+        pytest.param(80_000, 20, 7 * 9, id="arrays-merged"),
+    ],
+)
+def test_a_group_of_many_messages_is_joined_without_changing_a_sample(
+    limit: int, count: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays_module, "FRAME_LIMIT_BYTES", limit)
+    monkeypatch.setattr(assembly, "FRAME_LIMIT_BYTES", limit)
     parts = []
     rows = []
-    for i in range(40):
+    for i in range(count):
         row = arrays(
             tokens=np.arange(8, dtype=np.int32) + 100 * i,
             support_ids=np.arange(6000, dtype=np.int32) * i,
             support_cu=np.arange(9, dtype=np.int64) * 750,
+            **{f"extra{n}": np.full(6000, n + i, np.int32) for n in range(3)},
         )
         parts.append(message([msgspec.structs.replace(m, index=2 * i + m.index) for m in metas()], row))
         rows.append(row)
-    body, frames = build_group(record(80), parts, 3, None)
-    assert len(frames) <= 64
+    body, frames = build_group(record(2 * count), parts, 3, None)
+    assert len(frames) == expected
     index = 0
     for part, own in arrived(body, frames):
         joined = unpack_arrays(part.arrays, own)
@@ -224,7 +238,7 @@ def test_a_group_of_many_messages_is_joined_without_changing_a_sample() -> None:
                 == row["support_ids"][750 * start : 750 * stop].tolist()
             )
             index += 1
-    assert index == 80
+    assert index == 2 * count
 
 
 def test_facts_that_fit_no_meta_travel_in_frames() -> None:
@@ -241,7 +255,9 @@ def test_facts_that_fit_no_meta_travel_in_frames() -> None:
         check(part, own)
 
 
-def test_a_group_that_fits_no_message_says_so() -> None:
+def test_a_group_that_fits_no_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (arrays_module, assembly):
+        monkeypatch.setattr(module, "FRAME_LIMIT_BYTES", 50_000)  # each array has its own
     different = [message(metas()[:1], one(4000)[1] | {f"extra{i}": np.zeros(5000, np.int32)}) for i in range(20)]
     with pytest.raises(Unsendable, match="100 frames, at most 64"):
         build_group(record(), different, 1, None)
@@ -345,14 +361,20 @@ def test_a_run_is_one_table_if_nothing_is_wrong_with_any_of_its_messages(
     assert [tuple(map(bytes, own)) for own in run.frames] == frames
 
 
+@pytest.mark.parametrize("limit", [FRAME_LIMIT_BYTES, 150_000])
 @pytest.mark.parametrize("small", [0, 1, 6])
 @pytest.mark.parametrize("wrong", [None, "tokens", "behaviour_logprob", "loss_mask"])
-def test_frames_that_were_not_copied_are_judged_as_bytes_are(small: int, wrong: str | None) -> None:
-    """The last value of a large array is wrong, alone and beside small messages."""
+def test_frames_that_were_not_copied_are_judged_as_bytes_are(
+    small: int, wrong: str | None, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last value of a large array is wrong, alone and beside small messages; arrays share a frame or each has its own."""
+    monkeypatch.setattr(arrays_module, "FRAME_LIMIT_BYTES", limit)
+    monkeypatch.setattr(intake, "_layouts", {})
     samples, values = one(20_000)
     if wrong is not None:
         values[wrong][-1] = {"tokens": -1, "behaviour_logprob": np.nan, "loss_mask": 2}[wrong]
     large, frames = read(samples, values)
+    assert len(frames) == (1 if limit == FRAME_LIMIT_BYTES else 4)
     assert min(len(frame) for frame in frames[:3]) >= KEEP_FROM_BYTES
     messages = [read(*one(6)) for _ in range(small)] + [(large, [zmq.Frame(frame) for frame in frames])]
     found = intake.faults([body for body, _ in messages], [own for _, own in messages])

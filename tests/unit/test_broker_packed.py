@@ -13,7 +13,7 @@ from temper.broker.leases import LeaseRecord
 from temper.broker.packed import apart, together
 from temper.broker.segments import Message
 from temper.common import arrays, schema
-from temper.common.wire import pack_meta
+from temper.common.wire import JOINED_BYTES, pack_meta
 
 RECORD = LeaseRecord(3, "train", "reverse", 0, 11, 64)
 LARGE = 70_000  # tokens: an array of its own frame
@@ -33,10 +33,10 @@ def message(index: int, tokens: int) -> Message:
 
 
 def packed(runs: list[list[Message]]) -> list[Message]:
-    """Each run in one piece, as far as its messages have one frame."""
+    """Each run in one piece, as far as its messages have one frame that is joined."""
     found: list[Message] = []
     for run in runs:
-        if all(len(frames) == 1 for _, frames in run):
+        if all(len(frames) == 1 and len(frames[0]) <= JOINED_BYTES for _, frames in run):
             found += together([meta for meta, _ in run], b"".join(frames[0] for _, frames in run))
         else:
             found += run

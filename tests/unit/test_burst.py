@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from temper.common import burst
 from temper.common.errors import ProtocolError
 from temper.common.schema import Heartbeat, Samples
+from temper.common.wire import JOINED_BYTES
 
 MESSAGES = st.lists(
     st.tuples(st.binary(max_size=60), st.one_of(st.just([]), st.lists(st.binary(max_size=90), min_size=1, max_size=1))),
@@ -55,8 +58,22 @@ def test_what_was_changed_is_another_burst_or_an_offence(
         (2, Samples.KIND, [bytes(16), bytes(burst.BYTES + 1)], "bytes"),
         (2, Samples.KIND, [bytes(16), b"abc"], "add up to 16 and 0"),
         (2, Samples.KIND, [b"\xff" * 16], "a message of -1 and -1 bytes"),
+        (
+            2,
+            Samples.KIND,
+            [struct.pack("<4i", 0, 1, 0, JOINED_BYTES + 1), bytes(JOINED_BYTES + 2)],
+            f"a message of 0 and {JOINED_BYTES + 1} bytes in a burst, its frame may have {JOINED_BYTES}",
+        ),
     ],
 )
 def test_what_is_no_burst_is_refused_with_the_reason(count: int, kind: int, parts: list[bytes], message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         burst.divide(count, kind, parts)
+
+
+def test_what_is_joined_nowhere_else_leaves_alone() -> None:
+    small, large = bytes(JOINED_BYTES), memoryview(bytes(JOINED_BYTES + 1))
+    assert burst.joinable(Samples.KIND, JOINED_BYTES + 300, [small])
+    assert not burst.joinable(Samples.KIND, JOINED_BYTES + 300, [large])
+    assert burst.joinable(Samples.KIND, JOINED_BYTES + 300, [])
+    assert not burst.joinable(Samples.KIND, 2, [b"a", b"b"]) and not burst.joinable(Heartbeat.KIND, 9, [])
