@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from temper.common.config import DomainConfig, Recipe
 
 TOKEN_BYTES = 9  # of a sample: int32 token, float32 log-probability, uint8 mask
-LARGE_SAMPLE_BYTES = 256 * 1024
+LARGE_SAMPLE_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ def capacity_groups(recipe: Recipe) -> int:
 
 def io_threads(recipe: Recipe) -> int:
     """ZeroMQ I/O threads of the run's broker: several where a sample may be large, so that one leaves while others come;
-    small ones would only wake more threads (`bin/bench broker`, rows of 1 MiB). Three, because the sockets of a peer come in
-    pairs and ZeroMQ gives them to its threads in turn: with two all control sockets could meet in one."""
+    small ones would only wake more threads (`bin/bench broker`, rows of 64 KiB and 1 MiB). Three, because the sockets of a peer
+    come in pairs and ZeroMQ gives them to its threads in turn: with two all control sockets could meet in one."""
     longest_bytes = TOKEN_BYTES * recipe.model.max_length_tokens
     return 3 if longest_bytes >= LARGE_SAMPLE_BYTES or recipe.engine.routed_experts else 1
 
