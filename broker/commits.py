@@ -5,8 +5,9 @@ changed the books is handed to a thread, which waits for the disk; what comes me
 last transaction's beginning, joins the next turn: a transaction costs about the same however many samples it holds. What
 does not have to wait (``ahead``) is told at once: else actors and learner would be idle for as long as the disk works.
 `perform` is called, on the loop, once a turn is durable, one turn after another. With durability "memory" it is called at
-once, while the same thread writes what memory has no room for, and the books about once a second, after some turns of the loop
-that each entered a few of their rows; only when that thread lags a whole cache behind do turns wait for it.
+once, while the same thread writes what memory has no room for, and the books, after some turns of the loop that each entered a few
+of their rows: once a second, or up to five seconds apart where they take long (`books_due`): much of what comes is not needed any
+more by then, and never written. Only when that thread lags a whole cache behind do turns wait for it.
 A ledger that cannot be written stops everything: nothing of the failed turn, nor of a later one, is ever performed.
 """
 
@@ -30,6 +31,7 @@ from temper.common.pump import PeerId
 
 EVERY_S, EVERY_LOADED_S = 0.002, 0.010
 LOADED_LEASES = 16  # in the last transaction
+BOOKS_S, BOOKS_SHARE = 5.0, 50  # in memory mode the books take a fiftieth of the time, or are five seconds apart
 
 
 class Turn:
@@ -71,7 +73,8 @@ class Commits:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._next_at = 0.0
+        self._next_at = self._books_at = 0.0
+        self._books_begun: float | None = None  # in memory mode, while the books are being written
         self._timer: asyncio.TimerHandle | None = None
         self._hurry = False
 
@@ -79,6 +82,11 @@ class Commits:
     def at_once(self) -> bool:
         """Whether what is decided now is told with this turn, written or not."""
         return not (self.is_broken or self._ledger.durable or (self._writing is not None and self._ledger.crowded))
+
+    @property
+    def books_due(self) -> bool:
+        """Whether it is time for the books in memory mode (``settle``'s `force`)."""
+        return time.monotonic() >= self._books_at
 
     def settle(self, force: bool = False) -> None:
         """Write what the open turn brought, then perform it; in memory mode perform it, and write what there is no room for.
@@ -147,7 +155,10 @@ class Commits:
         ledger.record(changes)
         self._ahead.begun(changes)
         self.steered = False
-        return ledger.begin()
+        transaction = ledger.begin()
+        if transaction is not None and not ledger.durable:
+            self._books_begun = time.monotonic()
+        return transaction
 
     def _enter(self, transaction: Transaction) -> None:
         """Take one step of it, and the next with the loop's next turn: nobody waits for all of them. Then have it written."""
@@ -185,6 +196,9 @@ class Commits:
             self.fail(error)
             return
         self._ledger.finish(transaction)
+        if self._books_begun is not None:
+            took_s = time.monotonic() - self._books_begun
+            self._books_at, self._books_begun = self._books_begun + min(BOOKS_SHARE * took_s, BOOKS_S), None
         self._ahead.written()
         self._count(begun)
         if turn is not None:

@@ -131,10 +131,10 @@ class ControlDesk:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self.settle)
 
-    def settle(self, force: bool = False) -> None:
-        """Have what came so far written, then acknowledged and acted on. `force`: also in memory mode."""
+    def settle(self, books: bool = False) -> None:
+        """Have what came so far written, then acknowledged and acted on. `books`: also those of memory mode, if they are due."""
         self._scheduled = False
-        self.commits.settle(force)
+        self.commits.settle(force=books and self.commits.books_due)
 
     def _perform(self, turn: Turn) -> None:
         """The turn is as durable as it must be: tell everybody."""

@@ -184,7 +184,7 @@ class Broker(Daemon):
     def tick(self) -> None:
         """Deadlines, books in memory mode, metrics."""
         self.control.take(ev.Tick())
-        self.control.settle(force=True)
+        self.control.settle(books=True)
         totals = stats.count(self.core, self.control.samples, self.ledger, self.weights)
         for name, total in totals.items():
             self.meter.add(name, total - self._seen.get(name, 0.0))

@@ -5,7 +5,7 @@ lie in segment files, synced before the transaction that names them. `store` and
 transaction of it all, up to its COMMIT; `Transaction.write`, which waits for the disk and may run in another thread, ends it;
 `finish` takes note. The daemon acknowledges only after that. So after kill -9 or a power cut everything
 acknowledged is there, and nothing is there in part. With ``durability = "memory"`` nothing is synced and the books are
-written about once a second: a crash may cost the last second, a clean end costs nothing.
+written every few seconds (``commits``): a crash may cost what came since, a clean end costs nothing.
 
 A full disk is an `EnvironmentFault` (exit code 4); the transaction is then not made, and nothing of it acknowledged.
 """

@@ -6,9 +6,13 @@ import asyncio
 import shutil
 import sqlite3
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
+import pytest
+from temper.broker import commits
 from temper.broker import events as ev
 from temper.broker.commits import Commits, Turn
 from temper.broker.core import BrokerCore
@@ -164,23 +168,23 @@ def test_while_the_disk_works_new_leases_and_queued_groups_go_out_and_a_kill_the
 def test_memory_mode_waits_for_nothing(tmp_path: Path) -> None:
     core = BrokerCore(Recipe())
     told: list[Turn] = []
-    commits = Commits(core, Ledger(tmp_path, None, "memory"), Meter("broker"), told.append, lambda error: None)
-    commits.turn.taken[b"peer"] = 7
-    commits.settle()
+    own = Commits(core, Ledger(tmp_path, None, "memory"), Meter("broker"), told.append, lambda error: None)
+    own.turn.taken[b"peer"] = 7
+    own.settle()
     assert [turn.taken for turn in told] == [{b"peer": 7}]
-    commits.close()
+    own.close()
 
 
 def test_memory_mode_tells_while_the_disk_writes_but_no_more_than_a_cache_ahead_of_it(tmp_path: Path) -> None:
     async def play() -> None:
         stage = Stage(tmp_path, "memory", cache_bytes=1000)
-        ledger, commits = stage.ledger, stage.commits
+        ledger, own = stage.ledger, stage.commits
 
         def turn(lease_id: int, size: int) -> list[int]:
             """Samples of `size` bytes come; the leases that were told of so far."""
             ledger.store(lease_id, (0,), b"", [bytes([lease_id]) * size], size)
-            commits.turn.actions.append(ev.Note(str(lease_id)))
-            commits.settle()
+            own.turn.actions.append(ev.Note(str(lease_id)))
+            own.settle()
             notes = [action for told in stage.told for action in told.actions if isinstance(action, ev.Note)]
             return [int(note.text) for note in notes if note.text.isdecimal()]
 
@@ -189,14 +193,14 @@ def test_memory_mode_tells_while_the_disk_writes_but_no_more_than_a_cache_ahead_
         assert turn(2, 600) == [1, 2]  # there is no room for both: the first is being written
         await asyncio.to_thread(stage.begun.wait, 20.0)
         stage.begin()
-        commits.settle(force=True)  # the books are due, and wait for the thread
+        own.settle(force=True)  # the books are due, and wait for the thread
         assert turn(3, 500) == [1, 2, 3]
         assert turn(4, 100) == [1, 2, 3]
         assert turn(5, 100) == [1, 2, 3]
         stage.disk.set()
-        await asyncio.wait_for(commits.settled(), 60.0)
+        await asyncio.wait_for(own.settled(), 60.0)
         assert turn(6, 1) == [1, 2, 3, 4, 5, 6]
-        await asyncio.wait_for(commits.settled(), 60.0)
+        await asyncio.wait_for(own.settled(), 60.0)
         assert ledger.payloads.cached_bytes <= 1000
         for lease_id, size in ((1, 900), (2, 600), (3, 500), (4, 100), (5, 100), (6, 1)):
             ((_, frames),) = ledger.messages(lease_id)
@@ -204,7 +208,7 @@ def test_memory_mode_tells_while_the_disk_writes_but_no_more_than_a_cache_ahead_
         books = sqlite3.connect(tmp_path / "ledger.sqlite")
         assert books.execute("SELECT COUNT(*) FROM leases").fetchone() == (1,)
         books.close()
-        commits.close()
+        own.close()
         again = Ledger(tmp_path, None, "memory")
         assert sorted(again.payloads.shelves) == [1, 2, 3, 4, 5, 6]
         again.close()
@@ -228,6 +232,31 @@ def test_memory_mode_ends_the_broker_too_when_the_disk_is_full(tmp_path: Path) -
         assert len(stage.told) == told
         stage.commits.close()
         stage.ledger._db.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("took_s", "apart_s"), [(0.0, 0.0), (0.05, 2.5), (0.3, 5.0)])
+def test_books_that_take_long_are_written_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, took_s: float, apart_s: float
+) -> None:
+    async def play() -> None:
+        clock = [100.0]
+        monkeypatch.setattr(
+            commits, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=time.perf_counter)
+        )
+        stage = Stage(tmp_path, "memory")
+        assert stage.commits.books_due
+        stage.begin()
+        stage.commits.settle(force=True)
+        clock[0] += took_s
+        stage.disk.set()
+        await asyncio.wait_for(stage.commits.settled(), 60.0)
+        clock[0] = 100.0 + apart_s - 0.01
+        assert not stage.commits.books_due
+        clock[0] += 0.02
+        assert stage.commits.books_due
+        stage.commits.close()
 
     asyncio.run(play())
 

@@ -135,7 +135,7 @@ def test_a_thousand_steps_of_a_mebibyte_leave_nothing_behind(tmp_path: Path) -> 
             await desk.say(LEARNER, schema.Done(version, [group.group_id], {}, True))
             if version % 10 == 9:
                 await desk.say(LEARNER, schema.Covered(version + 1, version + 1, "", version + 1))
-                desk.desk.settle(force=True)
+                desk.desk.commits.settle(force=True)
                 await desk.desk.settled()
             if version == 100:
                 before = rss()
