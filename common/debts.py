@@ -4,7 +4,8 @@ At the end of the loop's turn: one for each peer, however many of its messages t
 under load and at once without. Only the urgent ones (``Channel.ack_urgent``: a window hangs on it) leave then if
 
 - more messages wait to be read: they come first, and the end of their turn answers for both, or that of the `HELD_TURNS`-th;
-- the turn brought much (`MUCH_BYTES`), which took longer to come than its answer may wait: it leaves within `SOON_S`;
+- the turn brought much (`MUCH_BYTES`), which took longer to come than its answer may wait: it leaves within `SOON_S`, whatever
+  other turns bring meanwhile;
 - more than `FEW` peers are to be answered within `SOON_S` (hundreds are connected, each sends little): the others within
   milliseconds, so that one answers for several turns. With many peers that delay grows, and acknowledging costs about the same
   however many there are.
@@ -34,6 +35,7 @@ class Debts:
         self._loop = loop
         self._owed: set[Session] = set()
         self._urgent: set[Session] = set()
+        self._late: set[Session] = set()  # whose turn brought much
         self._peers = 0
         self._timer: asyncio.TimerHandle | None = None
         self._scheduled = False
@@ -58,14 +60,17 @@ class Debts:
             self._pay(self._urgent)
         if not self._owed:
             return
+        if size >= MUCH_BYTES:
+            self._late |= self._owed
+        self._owed -= self._late
         few = self._few()
-        if few and size < MUCH_BYTES:
+        if few and self._owed:
             if behind is not None and self._held < HELD_TURNS and behind():
                 self._held += 1
             else:
                 self._recent |= self._owed
                 self._pay_owed()
-        elif self._timer is None:
+        if (self._late or not few) and self._timer is None:
             delay_s = SOON_S if few else min(max(SOON_S, self._peers / PER_S), LATEST_S)
             self._timer = self._loop.call_later(delay_s, self._pay_late)
 
@@ -80,6 +85,8 @@ class Debts:
 
     def _pay_late(self) -> None:
         self._timer = None
+        self._owed |= self._late
+        self._late.clear()
         self._pay_owed()
 
     def _pay_owed(self) -> None:
@@ -96,4 +103,4 @@ class Debts:
         """Send everything that is owed; nothing afterwards."""
         if self._timer is not None:
             self._timer.cancel()
-        self._pay(self._urgent | self._owed)
+        self._pay(self._urgent | self._owed | self._late)

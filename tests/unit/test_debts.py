@@ -157,3 +157,32 @@ def test_what_is_owed_at_the_end_is_paid() -> None:
         stage.take(number)
     stage.debts.close()
     assert len(stage.wire.told) == FEW + 1
+
+
+def test_the_answer_to_much_waits_its_time_whatever_little_comes_meanwhile() -> None:
+    stage = Stage(3)
+    stage.take(0)
+    stage.debts.turn_over(MUCH_BYTES)
+    ((delay_s, pay),) = stage.loop.later
+    assert delay_s == SOON_S and not stage.wire.told
+    stage.take(1)
+    stage.debts.turn_over(10)
+    assert stage.wire.told == [(b"1", 1)]
+    stage.take(0)  # little more, from the same peer: one answer for both
+    stage.debts.turn_over(10)
+    assert len(stage.wire.told) == 1 and len(stage.loop.later) == 1
+    pay()
+    assert stage.wire.told == [(b"1", 1), (b"0", 2)]
+    stage.take(0)
+    stage.debts.turn_over(10)
+    assert stage.wire.told[2:] == [(b"0", 3)]
+
+
+def test_closing_answers_much_too() -> None:
+    stage = Stage(1)
+    stage.take(0)
+    stage.debts.turn_over(MUCH_BYTES)
+    stage.loop.later.clear()
+    stage.debts._timer = None
+    stage.debts.close()
+    assert stage.wire.told == [(b"0", 1)]
