@@ -8,6 +8,7 @@ for the socket leave joined, as ``session`` joins them.
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import sys
@@ -51,6 +52,8 @@ EPOCH = 9
 BEAT_S = 1.0
 ACK_EVERY, ACK_BYTES = 16, 4 * 1024 * 1024
 MESSAGES_A_TURN = 64
+UNCOPIED_BYTES = 64 * 1024  # messages from here on leave from where they are
+OWN_BYTES = 64 * 1024 * 1024
 PACE_S = 0.0001  # what is due goes out so often: a sender that looks all the time keeps one of two cores from what it measures
 WINDOW_MESSAGES, WINDOW_BYTES = 4096, 64 * 1024 * 1024
 EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
@@ -70,6 +73,12 @@ def receive(socket: Any, flags: int = 0) -> list[Any]:
     while parts[-1].more:
         parts.append(BackendSocket.recv(socket, 0, False))
     return parts
+
+
+def copies(nbytes: int) -> int:
+    """How often a client has its payload of `nbytes`, to send another one each time. A sample is sent once, from memory of its own;
+    the same large one again and again would come from the processor's cache."""
+    return max(1, OWN_BYTES // nbytes) if nbytes >= UNCOPIED_BYTES else 1
 
 
 class Line:
@@ -101,7 +110,7 @@ class Line:
         self.sent += 1
         self.sent_bytes += size
         header = pack_fields(kind, 0, 0, EPOCH, self.sent, size)
-        transmit(self.socket, [header, meta, *frames], copy=size < 65536)
+        transmit(self.socket, [header, meta, *frames], copy=size < UNCOPIED_BYTES)
 
     def send_joined(self, kind: int, messages: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
         """`send` for several small ones, as few as can be."""
@@ -204,9 +213,14 @@ class Payload:
                 "cu_seqlens": np.arange(together + 1, dtype=np.int64) * self.tokens,
             }
         )
-        self.frames = [bytes(frame) for frame in frames]
+        self._frames = itertools.cycle([[bytes(bytearray(frame)) for frame in frames] for _ in range(copies(nbytes))])
+        self.size = sum(map(len, frames))
         self.together = together
         self._specs = msgspec.Raw(msgspec.msgpack.encode(specs))
+
+    def frames(self) -> list[bytes]:
+        """Those of one more message."""
+        return next(self._frames)
 
     def meta(self, lease: Lease, indices: Sequence[int]) -> bytes:
         run = (LINEAGE, lease.min_version, self.tokens)
@@ -225,30 +239,32 @@ def actors(folder: str, peers: int, slots: int, nbytes: int, together: int, repo
     poller = zmq.Poller()
     for line in lines:
         poller.register(line.socket, zmq.POLLIN)
-    by_socket = {line.socket: line for line in lines}
-    waiting: dict[Line, deque[tuple[Lease, Sequence[int]]]] = {line: deque() for line in lines}
-    size = sum(map(len, payload.frames)) + 256 * together
-    single = burst.joinable(Samples.KIND, size, payload.frames)
+    waiting: dict[Line, deque[bytes]] = {line: deque() for line in lines}
+    size = payload.size + 256 * together
+    single = burst.joinable(Samples.KIND, size, payload.frames())
     report("ready")
     sys.stdin.readline()
     stuck = True  # nothing can be sent until something comes
     while True:
-        for socket, _ in poller.poll(20 if stuck else 0):
-            line = by_socket[socket]
+        if stuck:
+            poller.poll(20)
+        for line in lines:
+            if not line.waiting():
+                continue
             touches = []
             while (message := line.take(block=False)) is not None:
                 if message[0] == Lease.KIND:
                     lease = unpack_meta(message[1], Lease)
                     touches.append((pack_meta(Touch(lease.lease_id, lease.attempt)), ()))
                     for at in range(0, len(lease.indices), together):
-                        waiting[line].append((lease, lease.indices[at : at + together]))
+                        waiting[line].append(payload.meta(lease, lease.indices[at : at + together]))
             line.send_joined(Touch.KIND, touches)
         stuck = True
         for line, due in waiting.items():
             line.want(len(due), size)
             messages = []
             while due and len(messages) < MESSAGES_A_TURN and line.room(len(messages) + 1, (len(messages) + 1) * size):
-                messages.append((payload.meta(*due.popleft()), payload.frames))
+                messages.append((due.popleft(), payload.frames()))
             stuck = stuck and (not due or not messages)
             if single:
                 line.send_joined(Samples.KIND, messages)
@@ -266,7 +282,7 @@ def timed(folder: str, peers: int, slots: int, nbytes: int, rate: float, message
     descriptors = [line.socket.getsockopt(zmq.FD) for line in lines]
     waiting: deque[tuple[Line, Lease, int]] = deque()
     under_way: dict[Line, deque[tuple[int, int, int]]] = {line: deque() for line in lines}  # last sequence, count, when
-    size = sum(map(len, payload.frames)) + 256
+    size = payload.size + 256
     took: list[int] = []
     begun = next_at = 0.0
     number = 0
@@ -306,7 +322,7 @@ def timed(folder: str, peers: int, slots: int, nbytes: int, rate: float, message
                 line.want(MESSAGES_A_TURN, size)
                 break
             waiting.popleft()
-            batch.append((payload.meta(lease, [index]), payload.frames))
+            batch.append((payload.meta(lease, [index]), payload.frames()))
         now = time.monotonic_ns()
         for line, batch in ready.items():
             if batch:

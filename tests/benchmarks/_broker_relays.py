@@ -7,6 +7,7 @@ broker does, in a group that holds it as it came; ``proxy`` is ``zmq.proxy``, wh
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -28,7 +29,7 @@ from temper.common.sockets import routing_id, use_io_threads
 from temper.common.wire import encode, pack_fields, pack_meta, unpack_fields, unpack_meta
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _broker_clients import NOBLOCK, PACE_S, receive, transmit
+from _broker_clients import NOBLOCK, PACE_S, UNCOPIED_BYTES, copies, receive, transmit
 
 KIBIBYTE, MEBIBYTE = 1024, 1024 * 1024
 EPOCH = 9
@@ -108,13 +109,20 @@ async def pump(folder: str, messages: int) -> dict[str, float]:
     return {"cpu_us": cpu_s / messages * 1e6, "rate": messages / wall_s}
 
 
-def proxy(folder: str) -> dict[str, float]:
+def high_water(size: int) -> int:
+    """ZeroMQ's own bound of each queue, less where that would be more than the broker's: else `zmq.proxy` is slowed down by memory
+    that it takes for gigabytes of large messages."""
+    return min(1000, CONSUMER_BYTES // size)
+
+
+def proxy(folder: str, size: int) -> dict[str, float]:
     """zmq.proxy between a ROUTER and a DEALER. The parent says on stdin when to start and stop counting."""
     context: Any = zmq.Context.instance()
     front, back = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     for socket, name in ((front, "control"), (back, "back")):
         os.makedirs(f"{folder}/relay", exist_ok=True)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.set_hwm(high_water(size))
         socket.bind(f"ipc://{folder}/relay/{name}.sock")
     threading.Thread(target=zmq.proxy, args=(front, back), daemon=True).start()
     print("bound", flush=True)
@@ -150,12 +158,13 @@ def _held(meta: bytes) -> int:
 class Line:
     """One DEALER with the protocol's credit and acknowledgements, or without when `plain`."""
 
-    def __init__(self, folder: str, role: Any, plain: bool, name: str = "control") -> None:
+    def __init__(self, folder: str, role: Any, plain: bool, size: int, name: str = "control") -> None:
         self.plain = plain
         self.sent = self.sent_bytes = 0
         self.limit = self.limit_bytes = CREDIT
         self.socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, -1)
+        self.socket.set_hwm(high_water(size))
         self.socket.setsockopt(zmq.ROUTING_ID, routing_id())
         self.socket.connect(f"ipc://{folder}/relay/{name}.sock")
         if plain:
@@ -197,17 +206,17 @@ class Line:
             transmit(self.socket, [header, meta, *frames])
         else:
             header = pack_fields(Samples.KIND, 0, 0, EPOCH, self.sent, sizes[0])
-            transmit(self.socket, [header, BODY, payloads[0]], copy=sizes[0] < 64 * KIBIBYTE)
+            transmit(self.socket, [header, BODY, payloads[0]], copy=sizes[0] < UNCOPIED_BYTES)
         if self.sent // ACK_EVERY > before // ACK_EVERY and not self.plain:
             while self.take(block=False) is not None:
                 pass
 
 
 def produce(folder: str, plain: bool, messages: int, size: int, peers: int, rate: float) -> None:
-    """Send `messages` of `size` bytes over `peers` connections: what is due at `rate` a second, or (0) as fast as possible;
-    at most `TURN` at a time on each connection."""
-    lines = [Line(folder, "actor", plain) for _ in range(peers)]
-    filler = os.urandom(max(size - 8, 0))
+    """Send `messages` of `size` bytes over `peers` connections: what is due at `rate` a second, each telling when it was sent, or
+    (0) as fast as possible; at most `TURN` at a time on each connection."""
+    lines = [Line(folder, "actor", plain, size) for _ in range(peers)]
+    fillers = itertools.cycle([os.urandom(size) for _ in range(copies(size))])
     print("ready", flush=True)
     sys.stdin.readline()
     started = time.perf_counter()
@@ -217,8 +226,10 @@ def produce(folder: str, plain: bool, messages: int, size: int, peers: int, rate
         while rate and (due := int((time.perf_counter() - started) * rate)) <= number:
             time.sleep(max(1 / rate, PACE_S))
         count = min(TURN, due - number, messages - number)
-        payload = time.monotonic_ns().to_bytes(8, "little") + filler
-        lines[turn % peers].send([payload] * count)
+        payloads = list(itertools.islice(fillers, count))
+        if rate:
+            payloads = [time.monotonic_ns().to_bytes(8, "little") + payloads[0][8:]] * count
+        lines[turn % peers].send(payloads)
         number += count
         turn += 1
     print("sent", flush=True)
@@ -226,12 +237,12 @@ def produce(folder: str, plain: bool, messages: int, size: int, peers: int, rate
     os._exit(0)
 
 
-def consume(folder: str, plain: bool, name: str, messages: int) -> dict[str, float]:
+def consume(folder: str, plain: bool, name: str, messages: int, size: int) -> dict[str, float]:
     """Take `messages`, acknowledging; rate and latency percentiles."""
-    line = Line(folder, "learner", plain, name)
+    line = Line(folder, "learner", plain, size, name)
     print("ready", flush=True)
     latencies: list[int] = []
-    first = count = taken = size = told = told_bytes = 0
+    first = count = taken = came = told = told_bytes = 0
     while count < messages:
         held, nbytes, frame = line.take(block=True) or (0, 0, memoryview(b""))
         if not held:
@@ -240,9 +251,9 @@ def consume(folder: str, plain: bool, name: str, messages: int) -> dict[str, flo
         first = first or now
         each = len(frame) // held
         latencies += [now - int.from_bytes(frame[at : at + 8], "little") for at in range(0, each * held, each)]
-        count, taken, size = count + held, taken + 1, size + nbytes
-        if not plain and (taken - told >= ACK_EVERY or size - told_bytes >= ACK_BYTES):
-            told, told_bytes = taken, size
+        count, taken, came = count + held, taken + 1, came + nbytes
+        if not plain and (taken - told >= ACK_EVERY or came - told_bytes >= ACK_BYTES):
+            told, told_bytes = taken, came
             ack = pack_meta(Ack(told, told + CONSUMER_WINDOW, told_bytes + CONSUMER_BYTES))
             line.socket.send_multipart(encode(Ack.KIND, ack, epoch=EPOCH), zmq.NOBLOCK)
     latencies.sort()
@@ -321,9 +332,9 @@ def measure(
             if relay == "direct":
                 consumer = start("direct", folder, messages)
             else:
-                middle = start(relay, folder, messages, io_threads)
+                middle = start(relay, folder, messages, size, io_threads)
                 middle.line()
-                consumer = start("consume", folder, int(plain), "back" if plain else "control", messages)
+                consumer = start("consume", folder, int(plain), "back" if plain else "control", messages, size)
             consumer.line()
             producer = start("produce", folder, int(plain), messages, size, peers, rate)
             producer.line()
@@ -332,7 +343,10 @@ def measure(
             before = cpu_s(children)
             producer.go()
             measured = consumer.result()
-            if rate:
+            if not rate:  # then it is how long the queue is
+                measured.pop("p50_us")
+                measured.pop("p99_us")
+            else:
                 measured["cores"] = (cpu_s(children) - before) * rate / messages
             if middle is not None:
                 middle.go()
@@ -366,18 +380,18 @@ def _role(role: str, rest: list[str]) -> None:
     if role != "proxy":
         keep_freed_memory()  # as a broker does; and clients are as light as can be
     if role in ("pump", "proxy"):
-        use_io_threads(int(rest[2]))
+        use_io_threads(int(rest[3]))
     if role == "pump":
         import uvloop
 
         print(json.dumps(uvloop.run(pump(rest[0], int(rest[1])))), flush=True)
     elif role == "proxy":
-        print(json.dumps(proxy(rest[0])), flush=True)
+        print(json.dumps(proxy(rest[0], int(rest[2]))), flush=True)
         os._exit(0)
     elif role == "produce":
         produce(rest[0], rest[1] == "1", int(rest[2]), int(rest[3]), int(rest[4]), float(rest[5]))
     elif role == "consume":
-        print(json.dumps(consume(rest[0], rest[1] == "1", rest[2], int(rest[3]))), flush=True)
+        print(json.dumps(consume(rest[0], rest[1] == "1", rest[2], int(rest[3]), int(rest[4]))), flush=True)
     else:
         print(json.dumps(direct(rest[0], int(rest[1]))), flush=True)
 

@@ -48,7 +48,7 @@ def fill(folder: Path, recipe: Recipe, groups: int, nbytes: int) -> None:
         for index in lease.indices:
             meta = SampleMeta(index, "stop", 1.0, True, {"exact": 1.0}, "ok", [(LINEAGE, 0, payload.tokens)])
             core.on(ev.SamplesArrived("actor", lease.lease_id, lease.attempt, [meta], nbytes), 0.0)
-            ledger.store(lease.lease_id, (index,), payload.meta(lease, [index]), payload.frames, nbytes)
+            ledger.store(lease.lease_id, (index,), payload.meta(lease, [index]), payload.frames(), nbytes)
         if number % 500 == 499:
             ledger.record(core.changes())
             ledger.commit()

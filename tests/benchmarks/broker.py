@@ -15,8 +15,9 @@ answers.
 "idle" is what an idle broker itself takes, measured while no processor halts; what it is charged on a machine that is
 otherwise idle too is shown beside what a process that does nothing is charged there for waking up as often.
 
-`zmq.proxy` has one I/O thread, as ZeroMQ comes; the broker gives itself three where samples are large, and rows of `zmq.proxy` with
-three stand beside that.
+A rate is compared with that of a `zmq.proxy` that has as many connections, and one I/O thread, as ZeroMQ comes. The broker gives
+itself three where samples are large; `zmq.proxy` with three, and with one connection, stand beside it. Clients send large
+messages from 64 MiB of different memory, as samples are: one again and again would be read from the processor's cache.
 
 A sample is 1 KiB. An actor sends it in one of two ways, and the broker's rows show both (`together`): alone in a message (1), of
 which those that wait for the socket leave joined, or with the other samples of its lease that were finished within 0.2 s (16).
@@ -39,6 +40,7 @@ from temper.common.recipe_derived import LARGE_SAMPLE_BYTES
 
 KIBIBYTE, MEBIBYTE = 1024, 1024 * 1024
 SAMPLES_PER_GROUP = 16
+PEERS = 4
 
 
 def in_turns(rounds: int, *makers: Callable[[], dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -90,13 +92,17 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
         goals.append({"name": name, "goal": text, "value": round(value, 2), "met": met})
 
     kinds = [(durability, together) for durability in ("memory", "full") for together in (1, SAMPLES_PER_GROUP)]
-    proxies, pumps, *brokers = in_turns(
+    proxies, single, pumps, *brokers = in_turns(
         2 * repeat + 1,
+        partial(measure, "proxy", KIBIBYTE, n, peers=PEERS),
         partial(measure, "proxy", KIBIBYTE, n),
-        partial(measure, "pump", KIBIBYTE, n),
-        *(partial(real.measure, durability, n, KIBIBYTE, together=together) for durability, together in kinds),
+        partial(measure, "pump", KIBIBYTE, n, peers=PEERS),
+        *(partial(real.measure, durability, n, KIBIBYTE, PEERS, together) for durability, together in kinds),
     )
-    plain, ours = add(merged("proxy", KIBIBYTE, n, proxies)), add(merged("pump", KIBIBYTE, n, pumps))
+    plain, ours = (
+        add(merged(name, KIBIBYTE, n, rounds, peers=PEERS)) for name, rounds in (("proxy", proxies), ("pump", pumps))
+    )
+    add(merged("proxy", KIBIBYTE, n, single))
     half, half_taken = min(ours["rate"], plain["rate"]) / 2, max(row["rate"] for row in brokers[0]) / 2
     for (durability, together), rounds in zip(kinds, brokers, strict=True):
         ratio = beside(rounds, proxies)
@@ -106,19 +112,21 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
         name = f"broker, 1 KiB acknowledged, durability {durability}, {unit}"
         goal(f"{name}: CPU, us", f"<= {most}", row["cpu_us"], row["cpu_us"] <= most)
         goal(f"{name}: rate beside zmq.proxy", f">= {least}", ratio, ratio >= least)
-    for size, share, peers, groups, staleness in ((64 * KIBIBYTE, 8, 4, 8, 1), (MEBIBYTE, 60, 2, 1, 2)):
+    for size, share, peers, groups, staleness in ((64 * KIBIBYTE, 8, PEERS, 8, 1), (MEBIBYTE, 30, 2, 1, 2)):
         messages, threads = n // share, 3 if size >= LARGE_SAMPLE_BYTES else 1
-        proxies, pumps, brokers, wide = in_turns(
+        ways: Sequence[dict[str, int]] = ({"peers": peers}, {"peers": 1}, {"peers": peers, "io_threads": 3})
+        pumped = {"peers": peers, "io_threads": threads}
+        pumps, brokers, *plains = in_turns(
             2 * repeat + 1,
-            partial(measure, "proxy", size, messages),
-            partial(measure, "pump", size, messages, io_threads=threads),
-            partial(real.measure, "memory", messages, size, peers=peers, staleness=staleness, groups=groups, steps=1),
-            partial(measure, "proxy", size, messages, io_threads=3),
+            partial(measure, "pump", size, messages, **pumped),
+            partial(real.measure, "memory", messages, size, peers, staleness=staleness, groups=groups, steps=1),
+            *(partial(measure, "proxy", size, messages, **way) for way in ways),
         )
-        add(merged("proxy", size, messages, proxies))
-        add(merged("proxy", size, messages, wide, io_threads=3))
+        for way, rounds in zip(ways, plains, strict=True):
+            add(merged("proxy", size, messages, rounds, **way))
+        proxies = plains[0]
         for name, row, rounds in (
-            ("pump", merged("pump", size, messages, pumps, io_threads=threads), pumps),
+            ("pump", merged("pump", size, messages, pumps, **pumped), pumps),
             ("broker, memory, samples that it has room for", real.merged(brokers), brokers),
         ):
             ratio = beside(rounds, proxies)
