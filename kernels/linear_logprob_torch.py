@@ -18,6 +18,8 @@ from torch import Tensor
 
 WORKSPACE_ELEMENTS = 1 << 21  # values of one block of logits: 8 MiB in fp32
 COLUMNS = 2048  # ids of a block: the workspace decides its rows
+ROWS = 4096  # of a block at most
+SMALL = 1 << 16  # values of a product that some BLAS add row by row to what is there: the error grows with the rows
 FLOOR = -1e3  # (z - m) is cut here where it only weighs exp(z - m), which is 0 there: no 0 * inf
 
 
@@ -135,14 +137,18 @@ def upstream_of(
 
 def _buffers(count: int, rows: Tensor, vocabulary: int, workspace: int, like: Tensor) -> list[Tensor]:
     """Flat memory for `count` blocks, taken once: fresh memory for every block would cost more than its products."""
-    height = min(rows.numel(), max(1, workspace // max(1, min(vocabulary, COLUMNS))))
+    height = min(rows.numel(), _height(vocabulary, workspace))
     size = min(max(workspace, height), height * vocabulary)
     return [torch.empty(size, dtype=like.dtype, device=like.device) for _ in range(count)]
 
 
+def _height(vocabulary: int, workspace: int) -> int:
+    return min(ROWS, max(1, workspace // max(1, min(vocabulary, COLUMNS))))
+
+
 def _row_blocks(rows: Tensor, count: int, vocabulary: int, workspace: int) -> Iterator[tuple[Tensor | slice, int]]:
     """(the rows of a block, how many) of `rows` among `count`; slices, which copy nothing, where they are all of them."""
-    size = max(1, workspace // max(1, min(vocabulary, COLUMNS)))
+    size = _height(vocabulary, workspace)
     for first in range(0, rows.numel(), size):
         last = min(first + size, rows.numel())
         yield (slice(first, last) if rows.numel() == count else rows[first:last]), last - first
@@ -247,9 +253,17 @@ def dense_backward(
                 if d_hidden is not None:
                     d_h.addmm_(d, weight)
                 if d_weight is not None:
-                    d_weight[first:last].addmm_(d.T, h)
+                    _add_product(d_weight[first:last], d.T, h)
         if d_hidden is not None:
             d_hidden[block] = d_h.to(d_hidden.dtype)
+
+
+def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `out`: a small one is summed up by itself first."""
+    if out.numel() <= SMALL:
+        out += left @ right
+    else:
+        out.addmm_(left, right)
 
 
 @dataclass(frozen=True, slots=True)
