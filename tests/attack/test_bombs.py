@@ -57,7 +57,7 @@ ATTACKS = {
         "const a = []; while (true) a.push(new Array(1e5).fill(1.5));",
         "memory",
         language="javascript",
-        limits={"cpu_s": 30.0, "wall_s": 60.0},  # V8 collects in vain before it gives up, on every core that it finds
+        limits={"cpu_s": 90.0, "wall_s": 110.0},  # V8 collects in vain before it gives up, on every core that it finds
     ),
     "memory_bomb_in_c": Attack(
         "#include <stdlib.h>\n#include <string.h>\n"
