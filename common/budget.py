@@ -19,12 +19,12 @@ from typing import Any
 from temper.common.credit import IDLE_BYTES, Channel
 from temper.common.schema import Blocked
 
-FLOOR_BYTES = (
-    128 * 1024
-)  # of each sender, while floors take up less than a quarter of the total; then 32 KiB, then 8 KiB
-LEAST_FLOOR_BYTES = 8 * 1024
+Floors = tuple[tuple[int, int], ...]
+FLOORS: Floors = ((6, 1024 * 1024), (3, 128 * 1024), (2, 32 * 1024), (1, 8 * 1024))
+"""Each sender's: so many bytes while all floors take less than that part (a sixth, ...) of the total. Where senders are few, all
+small messages that one of them has ready; where they are hundreds, a message or two."""
 LATE_FLOOR_BYTES = 32 * 1024  # at most, of a sender for whose floor there was no room when it came
-FLOORS = 4  # this part of the total is kept for the floors of those that are to come
+KEPT = 4  # this part of the total is kept for the floors of those that are to come
 UNUSED_TICKS = 30  # as long as a silent peer is kept
 LIMITS = 32  # of one question are heeded
 USED = 8  # who uses less than this part of its room meanwhile leaves it unused
@@ -33,9 +33,10 @@ USED = 8  # who uses less than this part of its room meanwhile leaves it unused
 class Budget:
     """`total_bytes` for all; no message may have more than `largest_bytes`, which three quarters of the total must hold."""
 
-    def __init__(self, total_bytes: int, largest_bytes: int) -> None:
+    def __init__(self, total_bytes: int, largest_bytes: int, floors: Floors = FLOORS) -> None:
         self.total_bytes = total_bytes
         self.largest_bytes = largest_bytes
+        self._floor_bytes = floors
         self._floors = 0
         self._extras = 0
         self._extra: dict[Channel[Any], int] = {}  # room beyond the floor, when it was last looked at
@@ -53,7 +54,7 @@ class Budget:
     def free_bytes(self) -> int:
         """What nobody has been allowed to send, and is not kept for floors."""
         self._look()
-        return self.total_bytes - max(self._floors, self.total_bytes // FLOORS) - self._extras
+        return self.total_bytes - max(self._floors, self.total_bytes // KEPT) - self._extras
 
     def _look(self) -> None:
         for channel in self._changed:
@@ -75,7 +76,7 @@ class Budget:
 
     def _next_floor(self) -> int:
         self._look()
-        usual = max(FLOOR_BYTES >> 2 * (FLOORS * self._floors // self.total_bytes), LEAST_FLOOR_BYTES)
+        usual = next(floor for part, floor in self._floor_bytes if part * self._floors < self.total_bytes)
         left = self.total_bytes - self._floors - max(self.largest_bytes, self._extras)
         return usual if left >= usual else 0
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from temper.common.budget import FLOOR_BYTES, UNUSED_TICKS, Budget
+from temper.common.budget import FLOORS, UNUSED_TICKS, Budget
 from temper.common.credit import DELIVER, IDLE_BYTES, Channel
 from temper.common.schema import Ack, Blocked, Goodbye, Unneeded
 from temper.common.session import ASK_BYTES, Outgoing, Session
@@ -18,6 +18,8 @@ from temper.common.wire import header_fields, unpack_meta
 
 KIBIBYTE, MEBIBYTE = 1024, 1024 * 1024
 TOTAL, LARGEST = 8 * MEBIBYTE, 3 * MEBIBYTE
+FLOOR_BYTES = 128 * KIBIBYTE
+FEW = ((4, FLOOR_BYTES), (2, 32 * KIBIBYTE), (1, 8 * KIBIBYTE))
 
 
 @dataclass
@@ -159,7 +161,7 @@ step = st.tuples(
 def test_all_senders_together_stay_within_the_budget_and_everything_arrives(
     steps: list[tuple[str, int, int]], count: int
 ) -> None:
-    budget = Budget(TOTAL, LARGEST)
+    budget = Budget(TOTAL, LARGEST, FEW)
     senders = [Sender(budget) for _ in range(count)]
     for action, who, size in steps:
         sender = senders[who % len(senders)]
@@ -206,7 +208,7 @@ def test_one_sender_alone_may_use_most_of_it_and_gets_it_in_few_pieces() -> None
 
 
 def test_room_is_given_in_the_order_of_asking_also_for_a_message_that_needs_much() -> None:
-    budget = Budget(TOTAL, LARGEST)
+    budget = Budget(TOTAL, LARGEST, FEW)
     holder, other, large, *small = [Sender(budget) for _ in range(6)]
     for sender in (holder, other):
         sender.post(LARGEST)
@@ -225,7 +227,7 @@ def test_room_is_given_in_the_order_of_asking_also_for_a_message_that_needs_much
 
 
 def test_who_has_too_much_under_way_itself_lets_others_pass() -> None:
-    budget = Budget(TOTAL, LARGEST)
+    budget = Budget(TOTAL, LARGEST, FEW)
     first, second = Sender(budget), Sender(budget)
     first.post(LARGEST)
     first.post(LARGEST)
@@ -242,7 +244,7 @@ def test_who_has_too_much_under_way_itself_lets_others_pass() -> None:
 
 
 def test_a_lost_answer_is_given_again_and_an_absurd_question_is_not_heeded() -> None:
-    budget = Budget(TOTAL, LARGEST)
+    budget = Budget(TOTAL, LARGEST, FEW)
     sender = Sender(budget)
     sender.there.take_ack(0.0)
     budget.ask(sender.there, Blocked(FLOOR_BYTES))
@@ -261,7 +263,7 @@ def test_however_many_join_the_largest_message_finds_room() -> None:
         budget = Budget(total, 32 * MEBIBYTE)
         senders = [Sender(budget) for _ in range(4096)]
         floors = [sender.there.window_bytes for sender in senders]
-        assert floors == sorted(floors, reverse=True) and floors[0] == FLOOR_BYTES
+        assert floors == sorted(floors, reverse=True) and floors[0] == FLOORS[0][1]
         senders[-1].post(32 * MEBIBYTE)
         senders[-1].asks()
         assert budget.serve() == [senders[-1].there]
@@ -271,7 +273,7 @@ def test_however_many_join_the_largest_message_finds_room() -> None:
 
 
 def test_who_leaves_room_unused_while_others_wait_for_it_is_named_after_a_while() -> None:
-    budget = Budget(TOTAL, LARGEST)
+    budget = Budget(TOTAL, LARGEST, FEW)
     idle, busy, waiting = Sender(budget), Sender(budget), Sender(budget)
     for sender in (idle, busy):
         budget.ask(sender.there, Blocked(LARGEST))
@@ -292,7 +294,7 @@ def test_who_leaves_room_unused_while_others_wait_for_it_is_named_after_a_while(
 
 
 def test_room_that_is_too_little_for_their_next_messages_never_holds_all_up() -> None:
-    budget = Budget(TOTAL, LARGEST)
+    budget = Budget(TOTAL, LARGEST, FEW)
     senders = [Sender(budget) for _ in range(8)]
     for sender in senders:
         sender.post(MEBIBYTE)
@@ -361,7 +363,7 @@ def test_the_bound_holds_when_hundreds_join_while_room_is_out_and_they_have_a_fl
 
 
 def test_who_has_just_sent_or_waits_itself_is_not_named() -> None:
-    budget = Budget(TOTAL, LARGEST)
+    budget = Budget(TOTAL, LARGEST, FEW)
     first, second, waiting = Sender(budget), Sender(budget), Sender(budget)
     for sender in (first, second):
         budget.ask(sender.there, Blocked(LARGEST))
@@ -382,7 +384,7 @@ def test_who_has_just_sent_or_waits_itself_is_not_named() -> None:
 
 
 def test_a_trickle_does_not_keep_room_for_ever() -> None:
-    budget = Budget(TOTAL, LARGEST)
+    budget = Budget(TOTAL, LARGEST, FEW)
     hogs = [Sender(budget) for _ in range(2)]
     for hog in hogs:
         budget.ask(hog.there, Blocked(LARGEST))
@@ -404,7 +406,7 @@ def test_a_trickle_does_not_keep_room_for_ever() -> None:
 
 
 def test_what_was_asked_for_and_cancelled_is_given_back_without_being_asked() -> None:
-    budget = Budget(TOTAL, LARGEST)
+    budget = Budget(TOTAL, LARGEST, FEW)
     first, second, third = Sender(budget), Sender(budget), Sender(budget)
     for sender in (first, second):
         sender.post(LARGEST)
@@ -429,7 +431,7 @@ def test_what_was_asked_for_and_cancelled_is_given_back_without_being_asked() ->
 
 
 def test_a_question_is_forgotten_when_its_sender_needs_less() -> None:
-    budget = Budget(TOTAL, LARGEST)
+    budget = Budget(TOTAL, LARGEST, FEW)
     sender = Sender(budget)
     budget.ask(sender.there, Blocked(LARGEST))
     budget.ask(sender.there, Blocked(1000))
@@ -439,7 +441,7 @@ def test_a_question_is_forgotten_when_its_sender_needs_less() -> None:
 
 
 def test_what_an_acknowledgement_has_made_room_for_needs_none_and_is_answered() -> None:
-    budget = Budget(TOTAL, LARGEST)
+    budget = Budget(TOTAL, LARGEST, FEW)
     sender, others = Sender(budget), [Sender(budget) for _ in range(3)]
     for _ in range(2):
         sender.post(100 * KIBIBYTE)

@@ -20,6 +20,7 @@ from temper.common.wire import header_fields, unpack_meta
 KIBIBYTE, MEBIBYTE = 1024, 1024 * 1024
 TOTAL, LARGEST = 8 * MEBIBYTE, 3 * MEBIBYTE
 WINDOW = 64
+FEW = ((4, 128 * KIBIBYTE), (2, 32 * KIBIBYTE), (1, 8 * KIBIBYTE))
 Packet = tuple[int, int, list[int], list[bytes]]  # kind, sequence of the last, sizes, metas
 
 
@@ -175,7 +176,7 @@ steps = st.one_of(
 def test_whatever_is_lost_or_born_again_the_bound_holds_and_everything_arrives(
     told: tuple[list[tuple[str, int, int]], int],
 ) -> None:
-    budget, now = Budget(TOTAL, LARGEST), 0.0
+    budget, now = Budget(TOTAL, LARGEST, FEW), 0.0
     actions, count = told
     pairs = [Pair(budget) for _ in range(count)]
     taken: dict[Pair, set[bytes]] = {pair: set() for pair in pairs}  # acknowledged by an earlier process
@@ -230,7 +231,7 @@ def test_whatever_is_lost_or_born_again_the_bound_holds_and_everything_arrives(
             case "look":
                 budget.unused()
             case "reborn":
-                budget = Budget(TOTAL, LARGEST)
+                budget = Budget(TOTAL, LARGEST, FEW)
                 held.clear()
                 for one in pairs:
                     taken[one] |= one.came
@@ -280,7 +281,7 @@ def test_whatever_is_lost_or_born_again_the_bound_holds_and_everything_arrives(
 
 
 def test_a_sender_beyond_its_room_is_the_only_one_that_ends() -> None:
-    budget = Budget(TOTAL, LARGEST)
+    budget = Budget(TOTAL, LARGEST, FEW)
     honest, greedy = Pair(budget), Pair(budget)
     free = budget.free_bytes
     greedy.wire.packets.append((Goodbye.KIND, 1, [greedy.there.allowed_bytes + 1], [b"x"]))
