@@ -41,7 +41,9 @@ class Ref(NamedTuple):
     length: int
 
 
-Chunk = tuple[int, list[Any]]  # segment, the buffers of a record to append to it
+Chunk = tuple[
+    int, list[Any], int | None
+]  # segment, the buffers of a record to append to it, their checksum if it is known
 
 
 class SegmentLog:
@@ -84,12 +86,16 @@ class SegmentLog:
             buffers += frames
         head = _HEAD.pack(lease_id, len(parts)) + struct.pack(f"<{len(counts)}I{len(lengths)}Q", *counts, *lengths)
         size = len(head) + sum(counts[::2]) + sum(lengths)
+        checksum = None
         if size <= JOIN_BYTES:
             buffers = [b"".join([head, *buffers])]
+            checksum = zlib.crc32(
+                buffers[0]
+            )  # while it is in the cache, and without two threads taking turns for each record
         else:
             buffers.insert(0, head)
         ref = Ref(self._current, self._size, _PREFIX.size + size)
-        self._queue.append((self._current, buffers))
+        self._queue.append((self._current, buffers, checksum))
         self._size += ref.length
         self.live[ref.segment] += 1
         return ref
@@ -102,15 +108,12 @@ class SegmentLog:
     def write(self, chunks: Sequence[Chunk]) -> None:
         """Write what `take` gave and, if this log syncs, wait until it is on disk. One caller at a time, in any thread."""
         pending: list[Any] = []
-        for segment, buffers in chunks:
+        for segment, buffers, known in chunks:
             if segment != self._open:
                 self._flush(pending)
                 pending = []
                 self._roll(segment)
-            checksum = 0  # here and not in `append`: it takes no lock from the loop's thread
-            for buffer in buffers:
-                checksum = zlib.crc32(buffer, checksum)
-            pending.append(_PREFIX.pack(MAGIC, checksum))
+            pending.append(_PREFIX.pack(MAGIC, _checksum(buffers) if known is None else known))
             pending += buffers
         self._flush(pending)
 
@@ -211,3 +214,10 @@ class SegmentLog:
 
     def _damaged(self, ref: Ref, what: str) -> EnvironmentFault:
         return EnvironmentFault(f"{self._path(ref.segment)} is damaged at byte {ref.offset}: {what}")
+
+
+def _checksum(buffers: Iterable[Any]) -> int:
+    checksum = 0
+    for buffer in buffers:
+        checksum = zlib.crc32(buffer, checksum)
+    return checksum
