@@ -144,8 +144,9 @@ class Line:
         limit, whole = self.limit_bytes, self.sent_bytes + messages * size
         if whole > limit >= self.asked:
             self.asked = limit + size
-            ends = [limit + size * 2**n for n in range(1, 16)]
-            self.transient(Blocked(limit + size, [end for end in ends if end <= min(whole, limit + ASK_BYTES)]))
+            most = min(whole, limit + ASK_BYTES)
+            ends = [end for n in range(1, 16) if (end := limit + size * 2**n) < most]
+            self.transient(Blocked(limit + size, [*ends, most] if most > limit + size else []))
 
     def waiting(self) -> bool:
         """Whether `take` has something."""
