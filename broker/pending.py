@@ -17,7 +17,7 @@ from temper.common.delivery import Arrival, DeliveryRun
 EVERY_S = 0.002
 STEP_MESSAGES = 32
 MUCH_MESSAGES = 256
-MUCH_BYTES = 1024 * 1024
+MUCH_BYTES = 4 * 1024 * 1024
 
 
 class Pending:

@@ -60,6 +60,7 @@ from temper.common.wire import FRAME_LIMIT, META_LIMIT_BYTES, header_fields, is_
 __all__ = ["Arrival", "Delivery", "DeliveryRun", "PeerId", "Router"]
 
 HEARTBEAT_S = 1.0
+AWAKE_S = 50e-6  # about what it takes to be woken up
 SILENCE_S = 30.0
 RELAYED_SILENCE_S = 30.0  # of peers behind a relay: as long as they bear the relay's absence themselves
 TURN_MESSAGES = 512
@@ -136,7 +137,7 @@ class Router:
         self._receiving = False
         self._knocks: dict[PeerId, int] = {}  # messages of peers without a session since the last tick
         self._unweighed = 0  # bytes sent since it was last looked at what all peers together have outstanding
-        self._burst_messages = 0  # of this turn
+        self._burst_messages = self._turn_bytes = 0  # of this turn
         self._closures: list[tuple[PeerId, str]] = []
         self._beat = Heartbeat("STARTING")
         self._keys = keys
@@ -146,7 +147,7 @@ class Router:
         except BaseException:
             self._leave()
             raise
-        self._link = Link(self._bound.socket, self._drain)
+        self._link = Link(self._bound.socket, self._drain, AWAKE_S)
         self._ticked_at = self._loop.time()
         self._timer = on_the_beat(self._loop, HEARTBEAT_S, self._tick)
 
@@ -220,7 +221,7 @@ class Router:
     def answer(self) -> None:
         """Send the acknowledgements now that would leave with this turn."""
         self._sharing.serve()
-        self._debts.turn_over()
+        self._debts.turn_over(self._turn_bytes)
 
     def release(self, peer: PeerId, messages: int, size: int) -> None:
         """Give credit back for `messages` acknowledged with ``release=False``, `size` bytes in all (header.size each)."""
@@ -307,12 +308,12 @@ class Router:
                 if count == 1 and not waiting():  # as it is mostly, unless much is to be done
                     quiet = True
                     break
-            self._receiving = False
+            self._receiving, self._turn_bytes = False, size
             if batch:
                 self._on_batch(batch)
             self._report_closures()
         finally:
-            self._receiving = False
+            self._receiving, self._turn_bytes = False, 0
             self._link.flush()  # what was passed on goes before the answers
             self._sharing.serve()
             self._debts.in_turn = False

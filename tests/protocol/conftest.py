@@ -27,7 +27,8 @@ RECIPE = msgspec.json.encode(Recipe()).decode()
 
 
 class Broker:
-    """Both sockets of a broker. `got` holds every delivery but heartbeats; it acknowledges unless `hold` is set."""
+    """Both sockets of a broker. `got` holds every delivery but heartbeats; it acknowledges unless `hold` is set, and answers within
+    the turn if `answer_at_once` is."""
 
     def __init__(self, address: str, keys: BrokerKeys | None = None, **options: Any) -> None:
         self.got: list[Delivery] = []
@@ -36,7 +37,7 @@ class Broker:
         self.closed: list[tuple[bytes, str]] = []
         self.greeted: list[bytes] = []
         self.roomy: list[bytes] = []
-        self.hold = False
+        self.hold = self.answer_at_once = False
         self.answer: Callable[[Hello], Welcome | Refused] = lambda hello: Welcome("run-1", RECIPE, 7, 1.0)
         self._changed = asyncio.Event()
         options = {"welcome": self._welcome, "on_room": self._room, "keys": keys, **options}
@@ -65,6 +66,8 @@ class Broker:
             (self.beats if d.type is Heartbeat else self.got).append(d)
             if d.sequence and not self.hold:
                 self.acknowledge(d)
+        if self.answer_at_once:
+            self.control.answer()
         self._changed.set()
 
     def acknowledge(self, d: Delivery) -> None:

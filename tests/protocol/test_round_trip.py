@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
-from temper.common import keys
+from temper.common import keys, pump
 from temper.common.errors import PeerLost, ProtocolError
 from temper.common.link import KEEP_FROM_BYTES
 from temper.common.schema import Chunk, Drain, Fetch, Heartbeat, Lease, Samples, Touch, Version, Welcome
@@ -345,8 +346,8 @@ def test_what_has_nothing_to_do_is_woken_by_messages_alone(kit: Any) -> None:
                 looks["messages" if parts is not None else "nothing"] += 1
                 return parts
 
-            def looked(looked: Any = link._looked) -> None:
-                looks["looked"] += 1
+            def looked(link: Any = link, looked: Any = link._looked) -> None:
+                looks["looked"] += time.perf_counter() > link._awake_until
                 looked()
 
             link.receive, link._looked = counted, looked  # type: ignore[method-assign]
@@ -354,9 +355,77 @@ def test_what_has_nothing_to_do_is_woken_by_messages_alone(kit: Any) -> None:
         await broker.until(lambda: len(broker.beats) >= beats + 4 * 4)
         assert looks["messages"] >= 4 * 4
         assert looks["nothing"] <= 2 * looks["messages"], looks  # a turn ends when it finds nothing
-        assert looks["looked"] <= 16, looks  # after the beats of a tick; a turn looks for itself
+        assert looks["looked"] <= 16, (
+            looks
+        )  # after the beats of a tick; a turn looks for itself, and while it stays awake
         for peer in peers:
             await peer.close("done", 0)
         broker.close()
 
     asyncio.run(idle())
+
+
+def test_a_router_that_is_awake_finds_what_comes_without_being_woken(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pump, "AWAKE_S", 60.0)
+
+    async def awake() -> None:
+        broker = kit.Broker(kit.address)
+        peer = kit.peer()
+        await peer.open(10)
+        link = broker.control._link
+        assert link._stays_awake()  # the handshake took less than a minute
+        link.look()
+        asyncio.get_running_loop().remove_reader(link._descriptor)
+        for number in range(3):
+            peer.post(Touch(number, 1))
+            await broker.until(lambda: len(broker.bodies(Touch)) == number + 1)  # noqa: B023
+        link._awake_until = link._awake_s = 0.0
+        await peer.close("done", 0, timeout_s=0.1)
+        broker.close()
+
+    asyncio.run(awake())
+
+
+def test_a_turn_is_followed_by_looks_only_while_turns_are_close(kit: Any) -> None:
+    async def looks() -> None:
+        broker = kit.Broker(kit.address)
+        link = broker.control._link
+        link._turned_at = time.perf_counter() - 1
+        assert not link._stays_awake() and link._stays_awake()
+        assert link._awake_until == pytest.approx(link._turned_at + pump.AWAKE_S)
+        link._awake_s = 0.0
+        assert not link._stays_awake()
+        broker.close()
+
+    asyncio.run(looks())
+
+
+def test_answers_that_are_sent_within_a_turn_know_how_much_it_brought(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With durability "memory" the broker answers before it decides about what came: the answer to much waits for others there
+    too."""
+
+    async def answers() -> None:
+        broker = kit.Broker(kit.address)
+        brought: list[int] = []
+        turn_over = broker.control._debts.turn_over
+
+        def counted(size: int = 0, behind: Any = None) -> None:
+            brought.append(size)
+            turn_over(size, behind)
+
+        monkeypatch.setattr(broker.control._debts, "turn_over", counted)
+        broker.answer_at_once = True
+        peer = kit.peer()
+        await peer.open(10)
+        brought.clear()
+        peer.post(Touch(1, 1), [bytes(MEBIBYTE)])
+        await broker.until(lambda: broker.bodies(Touch))
+        assert sum(size > MEBIBYTE for size in brought) == 2, "within the turn, and at its end"
+        broker.control.answer()
+        assert brought[-1] == 0  # between turns there is nothing to wait for
+        await peer.close("done", 0)
+        broker.close()
+
+    asyncio.run(answers())
