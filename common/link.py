@@ -4,8 +4,9 @@ ZeroMQ's descriptor is edge-triggered: it becomes readable once for any number o
 edge. So a turn drains what is there (up to a bound, so that timers keep their time) and looks once more after its last
 send; after a send outside of a turn the loop looks too. Used by ``pump.Router`` and ``peer.Peer``.
 
-While turns follow one another closely, a link may stay awake for some microseconds after each (`awake_s`): what comes within
-them is found by looking, after whoever else is ready to run, rather than by being woken up, which takes a loaded machine longer.
+A link may stay awake for some microseconds after a turn (`awake_s`), if this turn came within so many of the one before: what
+comes next is then found by looking, rather than by being woken up, which takes longer. It stops once the processor was given to
+somebody else meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _send: Callable[[Any, Any, int, bool], Any] = BackendSocket.send
 _get: Callable[[Any, int], Any] = BackendSocket.get
 
 PARTS_KEPT = FRAME_LIMIT + 4
-BUSY = 20  # turns that end within so many times what it may stay awake
+YIELDED_S = 30e-6  # longer than it takes to find that nobody else is ready to run
 
 Part = Any  # bytes or zmq.Frame
 
@@ -73,31 +74,27 @@ class Link:
             return
         if self._more or self.behind():
             self._turn()
-        elif time.perf_counter() < self._awake_until:
+        elif (now := time.perf_counter()) < self._awake_until:
             os.sched_yield()
+            if time.perf_counter() - now > YIELDED_S:
+                self._awake_until = 0.0  # others need the processor
             self.look()
 
     def _turn(self) -> None:
         if not self._open:
             return
         self._in_turn, self._more = True, False
+        awake = time.perf_counter() - self._turned_at <= self._awake_s
         try:
             self._drain()
         finally:
             self.flush()
             self._in_turn = False
-            if self._open and (self._stays_awake() or self._more or self.behind()):
+            self._turned_at = time.perf_counter()
+            if awake:
+                self._awake_until = self._turned_at + self._awake_s
+            if self._open and (awake or self._more or self.behind()):
                 self.look()
-
-    def _stays_awake(self) -> bool:
-        """Whether this turn's end is close to that of the turn before, so that the next message is likely to come soon."""
-        if not self._awake_s:
-            return False
-        before, self._turned_at = self._turned_at, time.perf_counter()
-        if self._turned_at - before > BUSY * self._awake_s:
-            return False
-        self._awake_until = self._turned_at + self._awake_s
-        return True
 
     def waiting(self) -> bool:
         """Whether messages wait now: a third of what it costs to find none by `receive`."""

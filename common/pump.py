@@ -60,7 +60,7 @@ from temper.common.wire import FRAME_LIMIT, META_LIMIT_BYTES, header_fields, is_
 __all__ = ["Arrival", "Delivery", "DeliveryRun", "PeerId", "Router"]
 
 HEARTBEAT_S = 1.0
-AWAKE_S = 50e-6  # about what it takes to be woken up
+AWAKE_S = 200e-6  # while messages come that close
 SILENCE_S = 30.0
 RELAYED_SILENCE_S = 30.0  # of peers behind a relay: as long as they bear the relay's absence themselves
 TURN_MESSAGES = 512

@@ -367,37 +367,48 @@ def test_what_has_nothing_to_do_is_woken_by_messages_alone(kit: Any) -> None:
 
 def test_a_router_that_is_awake_finds_what_comes_without_being_woken(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pump, "AWAKE_S", 60.0)
+    monkeypatch.setattr("temper.common.link.YIELDED_S", 60.0)
 
     async def awake() -> None:
         broker = kit.Broker(kit.address)
         peer = kit.peer()
         await peer.open(10)
-        link = broker.control._link
-        assert link._stays_awake()  # the handshake took less than a minute
-        link.look()
-        asyncio.get_running_loop().remove_reader(link._descriptor)
+        awake = broker.control._link
+        assert awake._awake_until > time.perf_counter()  # the handshake took several turns
+        asyncio.get_running_loop().remove_reader(awake._descriptor)
         for number in range(3):
             peer.post(Touch(number, 1))
             await broker.until(lambda: len(broker.bodies(Touch)) == number + 1)  # noqa: B023
-        link._awake_until = link._awake_s = 0.0
+        awake._awake_until = awake._awake_s = 0.0
         await peer.close("done", 0, timeout_s=0.1)
         broker.close()
 
     asyncio.run(awake())
 
 
-def test_a_turn_is_followed_by_looks_only_while_turns_are_close(kit: Any) -> None:
-    async def looks() -> None:
+def test_a_router_stays_awake_only_while_turns_are_close_and_nobody_else_is_ready(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def turns() -> None:
         broker = kit.Broker(kit.address)
-        link = broker.control._link
-        link._turned_at = time.perf_counter() - 1
-        assert not link._stays_awake() and link._stays_awake()
-        assert link._awake_until == pytest.approx(link._turned_at + pump.AWAKE_S)
-        link._awake_s = 0.0
-        assert not link._stays_awake()
+        router = broker.control._link
+        router._awake_s = 60.0
+        monkeypatch.setattr("temper.common.link.YIELDED_S", 60.0)
+        for before_s, stays in ((61, False), (1, True)):
+            router._scheduled = False
+            router._turned_at = time.perf_counter() - before_s
+            router._turn()
+            assert router._scheduled is stays and (router._awake_until > time.perf_counter()) is stays
+        router._looked()
+        assert router._scheduled
+        monkeypatch.setattr("temper.common.link.YIELDED_S", -1.0)  # to give way always takes longer than that
+        router._looked()
+        assert router._scheduled and not router._awake_until  # it looks once more
+        router._looked()
+        assert not router._scheduled
         broker.close()
 
-    asyncio.run(looks())
+    asyncio.run(turns())
 
 
 def test_answers_that_are_sent_within_a_turn_know_how_much_it_brought(
