@@ -357,7 +357,7 @@ def test_what_has_nothing_to_do_is_woken_by_messages_alone(kit: Any) -> None:
         assert looks["nothing"] <= 2 * looks["messages"], looks  # a turn ends when it finds nothing
         assert looks["looked"] <= 16, (
             looks
-        )  # after the beats of a tick; a turn looks for itself, and while it stays awake
+        )  # after the beats of a tick; a turn, and a link that is awake, look for themselves
         for peer in peers:
             await peer.close("done", 0)
         broker.close()
@@ -373,13 +373,14 @@ def test_a_router_that_is_awake_finds_what_comes_without_being_woken(kit: Any, m
         broker = kit.Broker(kit.address)
         peer = kit.peer()
         await peer.open(10)
-        awake = broker.control._link
-        assert awake._awake_until > time.perf_counter()  # the handshake took several turns
-        asyncio.get_running_loop().remove_reader(awake._descriptor)
+        link = broker.control._link
+        assert link._awake_until > time.perf_counter()  # the handshake took several turns
+        asyncio.get_running_loop().remove_reader(link._descriptor)
+        broker.control._timer.cancel()  # nothing is sent but in turns: a send outside of them looks as well
         for number in range(3):
             peer.post(Touch(number, 1))
             await broker.until(lambda: len(broker.bodies(Touch)) == number + 1)  # noqa: B023
-        awake._awake_until = awake._awake_s = 0.0
+        link._awake_until = link._awake_s = 0.0
         await peer.close("done", 0, timeout_s=0.1)
         broker.close()
 
