@@ -5,8 +5,8 @@ edge. So a turn drains what is there (up to a bound, so that timers keep their t
 send; after a send outside of a turn the loop looks too. Used by ``pump.Router`` and ``peer.Peer``.
 
 A link may stay awake for some microseconds after a turn (`awake_s`), if this turn came within so many of the one before: what
-comes next is then found by looking, rather than by being woken up, which takes longer. It stops once the processor was given to
-somebody else meanwhile.
+comes next is then found by looking, rather than by being woken up. It stops once the processor was given to somebody else
+meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Relays between light clients, each in a process of its own: what ``broker`` measures beside the real broker.
 
 ``pump`` is the broker's Router alone, under credit and with acknowledgements both ways: what came together it passes on as the
-broker does, in a group that holds it as it came; ``proxy`` is ``zmq.proxy``, which moves the same frames without any of that;
+broker does, in a group that holds it as it came; ``pump, asleep`` is the same without staying awake for what comes soon
+(``link.Link``); ``proxy`` is ``zmq.proxy``, which moves the same frames without any of that;
 ``direct`` is no relay at all. The clients are as light as can be: what they take of two cores, the relay has to do without.
 """
 
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _broker_clients import NOBLOCK, PACE_S, UNCOPIED_BYTES, copies, receive, transmit
 
 KIBIBYTE, MEBIBYTE = 1024, 1024 * 1024
+PUMPS = ("pump", "pump, asleep")
 EPOCH = 9
 ACK_EVERY = 64  # as often as a Peer does, about
 ACK_BYTES = 4 * MEBIBYTE
@@ -319,7 +321,7 @@ def measure(
     relay: str, size: int, messages: int, peers: int = 1, rate: float = 0.0, io_threads: int = 1
 ) -> dict[str, float]:
     """One row: `messages` of `size` bytes from `peers` connections through `relay`, in which ZeroMQ has `io_threads`."""
-    plain = relay != "pump"
+    plain = relay not in PUMPS
     children: list[Child] = []
 
     def start(*arguments: Any) -> Child:
@@ -379,11 +381,14 @@ def merged(relay: str, size: int, messages: int, rounds: Sequence[dict[str, floa
 def _role(role: str, rest: list[str]) -> None:
     if role != "proxy":
         keep_freed_memory()  # as a broker does; and clients are as light as can be
-    if role in ("pump", "proxy"):
+    if role in (*PUMPS, "proxy"):
         use_io_threads(int(rest[3]))
-    if role == "pump":
+    if role in PUMPS:
         import uvloop
+        from temper.common import pump as router
 
+        if role != "pump":
+            router.AWAKE_S = 0.0
         print(json.dumps(uvloop.run(pump(rest[0], int(rest[1])))), flush=True)
     elif role == "proxy":
         print(json.dumps(proxy(rest[0], int(rest[2]))), flush=True)

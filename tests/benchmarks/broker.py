@@ -145,9 +145,9 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
     )
     more = many["cpu_us"] / few["cpu_us"] - 1
     goal("broker, CPU a sample, 16 a message, of 512 peers over 8", "<= 0.2", more, more <= 0.2)
-    paths = ("direct", "pump", "proxy")
+    paths = ("direct", "pump", "pump, asleep", "proxy")
     rounds = in_turns(2 * repeat + 1, *(partial(measure, path, KIBIBYTE, n // 2, rate=round(half)) for path in paths))
-    alone, relayed, _ = (
+    alone, relayed, *_ = (
         add(merged(path, KIBIBYTE, n // 2, found, rate=round(half))) for path, found in zip(paths, rounds, strict=True)
     )
     added = relayed["p50_us"] - alone["p50_us"]
